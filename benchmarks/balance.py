@@ -1,10 +1,10 @@
 """Compare four assignments of samples to data-parallel ranks by the work of the busiest rank.
 
-The assignments are the samples' order, `equal_parts` of this package (`ours`), and two reference
-algorithms. 32 samples per rank with the lengths of `balance_lengths.json`; work is that of
-Qwen2.5-7B in FLOPs. Prints one JSON line: for each number of ranks the busiest rank's work over the
-mean, the time of `equal_parts` in ms, and the largest number of micro-batches of at most 16384
-tokens on a rank (`micro_batches`): in order, and packed.
+The assignments are the samples' order, `balanced_partitions` of this package (`ours`), and two
+reference algorithms. 32 samples per rank with the lengths of `balance_lengths.json`; work is that
+of Qwen2.5-7B in FLOPs. Prints one JSON line: for each number of ranks the busiest rank's work over
+the mean, the time of `balanced_partitions` in ms, and the largest number of micro-batches of at
+most 16384 tokens on a rank (`micro_batches`): in order, and packed.
 
     python benchmarks/balance.py [--write-lengths SEED]
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
-from mindspeed_rlxf.data.mini_batches import equal_parts, sample_flops
+from mindspeed_rlxf.data.mini_batches import balanced_partitions, sample_flops
 from mindspeed_rlxf.engine.micro_batch import group_by_tokens, pack_by_tokens
 
 LENGTHS = Path(__file__).with_name("balance_lengths.json")
@@ -80,41 +80,41 @@ def measure(dp: int) -> dict[str, object]:
     mean = sum(costs) / dp
     in_order = [list(range(i * PER_RANK, (i + 1) * PER_RANK)) for i in range(dp)]
     started = time.perf_counter()
-    parts = equal_parts(costs, dp)
+    partitions = balanced_partitions(costs, dp)
     seconds = time.perf_counter() - started
     tokens = [p + r for p, r in zip(*stored_lengths(dp * PER_RANK), strict=True)]
     return {
         "in_order": round(largest(costs, in_order) / mean, 4),
-        "ours": round(largest(costs, parts) / mean, 4),
+        "ours": round(largest(costs, partitions) / mean, 4),
         "greedy": round(largest_greedy(costs, dp) / mean, 4),
         "karmarkar_karp": round(largest_karmarkar_karp(costs, dp) / mean, 4),
         "ms": round(1000 * seconds, 2),
         "micro_batches": [
-            max(len(group_by_tokens(part, tokens, TOKENS)) for part in in_order),
-            max(len(pack_by_tokens(part, tokens, TOKENS)) for part in parts),
+            max(len(group_by_tokens(partition, tokens, TOKENS)) for partition in in_order),
+            max(len(pack_by_tokens(partition, tokens, TOKENS)) for partition in partitions),
         ],
     }
 
 
-def largest(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> float:
-    """Return the largest sum of costs of a part. parts: indices of `costs`"""
-    return max(sum(costs[item] for item in part) for part in parts)
+def largest(costs: Sequence[float], partitions: Sequence[Sequence[int]]) -> float:
+    """Return the largest sum of costs of a partition. partitions: indices of `costs`"""
+    return max(sum(costs[item] for item in partition) for partition in partitions)
 
 
-def largest_greedy(costs: Sequence[float], parts: int) -> float:
-    """Return the largest sum of costs of a part, by LPT (longest first) with equal counts."""
-    size = len(costs) // parts
-    filled: list[list[float]] = [[] for _ in range(parts)]
+def largest_greedy(costs: Sequence[float], partitions: int) -> float:
+    """Return the largest sum of costs of a partition, by LPT (longest first) with equal counts."""
+    size = len(costs) // partitions
+    filled: list[list[float]] = [[] for _ in range(partitions)]
     for cost in sorted(costs, reverse=True):
-        min((part for part in filled if len(part) < size), key=sum).append(cost)
+        min((partition for partition in filled if len(partition) < size), key=sum).append(cost)
     return max(map(sum, filled))
 
 
-def largest_karmarkar_karp(costs: Sequence[float], parts: int) -> float:
-    """Return the largest sum of costs of a part, by balanced differencing.
+def largest_karmarkar_karp(costs: Sequence[float], partitions: int) -> float:
+    """Return the largest sum of costs of a partition, by balanced differencing.
 
-    Michiels et al., ISAAC 2003: begin with tuples of one item per part; join the two tuples with
-    the largest differences within, large sums to small ones, until one is left.
+    Michiels et al., ISAAC 2003: begin with tuples of one item per partition; join the two tuples
+    with the largest differences within, large sums to small ones, until one is left.
     """
     ascending, number = sorted(costs), itertools.count()
     heap: list[tuple[float, int, list[float]]] = []
@@ -122,8 +122,8 @@ def largest_karmarkar_karp(costs: Sequence[float], parts: int) -> float:
     def push(sums: list[float]) -> None:
         heapq.heappush(heap, (min(sums) - max(sums), next(number), sorted(sums)))
 
-    for start in range(0, len(ascending), parts):
-        push(ascending[start : start + parts])
+    for start in range(0, len(ascending), partitions):
+        push(ascending[start : start + partitions])
     while len(heap) > 1:
         first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
         push([a + b for a, b in zip(first, reversed(second), strict=True)])

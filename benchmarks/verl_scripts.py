@@ -24,9 +24,9 @@ from pathlib import Path
 
 from mindspeed_rlxf.compat.verl.files import read_verl
 from mindspeed_rlxf.compat.verl.translate import translate_verl
-from mindspeed_rlxf.config.keys import Given
-from mindspeed_rlxf.config.load import resolve_given
+from mindspeed_rlxf.config.load import resolve_raw
 from mindspeed_rlxf.config.problems import ConfigError, UserError
+from mindspeed_rlxf.config.raw_config import RawConfig
 from mindspeed_rlxf.ops.planning.plan import plan
 
 NUM_ROWS, TIMEOUT_S, NUM_SHOWN = 100_000, 5, 40
@@ -148,10 +148,10 @@ def judge(options: tuple[str, ...]) -> tuple[list[str], list[str]]:
     notes: list[str] = []
     options = with_stand_ins(options)
     try:
-        given = translate_verl(read_verl("base.yaml", options), lambda _: NUM_ROWS)
-        notes = [note for note in given.list_notes() if "images" in note]
-        add_function(given)
-        config, _ = resolve_given(given, "base")
+        raw = translate_verl(read_verl("base.yaml", options), lambda _: NUM_ROWS)
+        notes = [note for note in raw.list_notes() if "images" in note]
+        add_function(raw)
+        config, _ = resolve_raw(raw, "base")
         problems = plan(config, False).problems
     except (ConfigError, UserError) as error:
         problems = error.problems
@@ -175,9 +175,9 @@ def with_stand_ins(options: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(replaced)
 
 
-def add_function(given: Given) -> None:
+def add_function(raw: RawConfig) -> None:
     """Make the file of the reward function that a list names."""
-    function = given.sections["reward"].get("function")
+    function = raw.sections["reward"].get("function")
     if isinstance(function, dict):
         name = function["function"].rpartition(":")[2]
         code = f"def {name}(solution_str, ground_truth, **_):\n    return 0\n"

@@ -22,7 +22,7 @@ from mindspeed_rlxf.algorithms.slots import readable_slots
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import ActorConfig, CriticConfig, RunConfig
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
-from mindspeed_rlxf.engine.train_engine import Part, PolicyStep, TokenLogProbs, ValueStep
+from mindspeed_rlxf.engine.train_engine import MemoryKind, PolicyStep, TokenLogProbs, ValueStep
 
 
 class PlainEngine:
@@ -40,7 +40,7 @@ class PlainEngine:
     def onload(self) -> None:
         """Do nothing, as `offload` moves nothing."""
 
-    def holding(self, *parts: Part) -> AbstractContextManager[None]:
+    def holding(self, *kinds: MemoryKind) -> AbstractContextManager[None]:
         """Return a context that does nothing, as all parts are always loaded."""
         return nullcontext()
 

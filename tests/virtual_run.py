@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from mindspeed_rlxf.checkpoint.stopping import StopRequest
 from mindspeed_rlxf.config.enums import AdvEstimator, OldLogProbs, Role
 from mindspeed_rlxf.config.schema import AlgorithmConfig
 from mindspeed_rlxf.data.sampler import PromptSampler
@@ -17,6 +16,7 @@ from mindspeed_rlxf.roles.reports import ExperienceReport, Summary, UpdateReport
 from mindspeed_rlxf.roles.rollout import Sampling
 from mindspeed_rlxf.trainer import ppo
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
+from mindspeed_rlxf.trainer.stopping import StopRequest
 from tests.virtual_roles import (
     Call,
     Clock,
@@ -50,6 +50,7 @@ class Setting:
     rows: int = 3
     longest: int = 60
     update_s: float = 1.0
+    failures: tuple[int, ...] = ()  # slices in which a server fails
     seed: int = 0
 
     @classmethod
@@ -137,6 +138,7 @@ class VirtualRun:
             setting.group_size,
         )
         self.rollout.check_weights = self.check_weights
+        self.rollout.failures = {*setting.failures}
         self.reward = VirtualReward(self.generating, setting.score_of)
         self.source = PromptSource(
             make_prompts(setting.num_prompts),
@@ -194,8 +196,9 @@ class VirtualRun:
                 runs_slices=setting.staleness > 0,
                 runs_agents=False,
             ),
+            runs_vllm=bool(setting.failures),
             lead=setting.lead,
-            parts=(1, 1) if setting.lead else (),
+            train_rollout_split=(1, 1) if setting.lead else (),
             placement={Role.ACTOR_ROLLOUT: "main"},
             resource_pool={"main": [1]},
             runtime=SimpleNamespace(kind="ray"),

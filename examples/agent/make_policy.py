@@ -14,9 +14,7 @@ The results it copies are random, so it never learns to add by itself.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -30,9 +28,9 @@ from tiny_task import (
     PAD_ID,
     TOKENS,
     Problem,
-    make_split,
+    Split,
+    make_once,
     make_tokenizer,
-    write_jsonl,
 )
 from torch import Tensor
 from train_models import PROMPT_TOKENS, new_policy, pretrain
@@ -40,7 +38,6 @@ from transformers import LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 VERSION = 1  # to be raised when data or model change
-MARKER = "made.json"
 CALL, RESULT = "?", ">"
 ALL_TOKENS = [*TOKENS, CALL, RESULT]
 ID_OF = {token: index for index, token in enumerate(ALL_TOKENS)}
@@ -55,24 +52,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
-    output: Path = arguments.output
-    marker = output / MARKER
-    wanted = {"version": VERSION, "seed": arguments.seed}
-    if marker.exists() and json.loads(marker.read_text(encoding="utf-8")) == wanted:
-        print(f"{output} holds the model and its data (seed {arguments.seed})", flush=True)
-        return
-    shutil.rmtree(output, ignore_errors=True)
+    make_once(arguments.output, VERSION, arguments.seed, make_policy)
+
+
+def make_policy(output: Path, split: Split, seed: int) -> None:
+    """Write tokenizer and policy."""
     torch.set_num_threads(1)
     started = time.monotonic()
-    split = make_split(arguments.seed)
-    write_jsonl(output / "data" / "train.jsonl", split.train)
-    write_jsonl(output / "data" / "val.jsonl", split.val)
     print("policy: pretraining on sums and calls; a minute", flush=True)
-    model = pretrain_policy(split.train + split.spare, arguments.seed)
+    model = pretrain_policy(split.train + split.spare, seed)
     model.save_pretrained(output / "model")
     make_tokenizer(ALL_TOKENS).save_pretrained(output / "model")
-    marker.write_text(json.dumps(wanted), encoding="utf-8")
-    print(f"policy and data: {output} ({time.monotonic() - started:.0f} s)", flush=True)
+    print(f"policy: {output} ({time.monotonic() - started:.0f} s)", flush=True)
 
 
 def pretrain_policy(

@@ -10,11 +10,11 @@ from mindspeed_rlxf.rollout import rollout_engine, sampling
 
 
 @estimators.register_estimator("over_median", EstimatorTraits(compares_group=True))
-def over_median(given: estimators.Rewarded) -> estimators.Estimate:
+def over_median(inputs: estimators.AdvantageInputs) -> estimators.Advantages:
     """Give each token the response's total reward minus the median of its prompt's responses."""
-    groups = given.rewards.sum(1).view(-1, given.group_size)
+    groups = inputs.rewards.sum(1).view(-1, inputs.group_size)
     over = (groups - groups.median(1, keepdim=True).values).flatten()
-    return estimators.Estimate(over[:, None] * given.trained_mask)
+    return estimators.Advantages(over[:, None] * inputs.trained_mask)
 
 
 @register_rule("last_digit")

@@ -1,7 +1,5 @@
 """Word problems with a calculator: questions, and the agent that computes what the model writes.
 
-    python examples/smollm2/word_problems.py --output outputs/smollm2
-
 A question takes a product and then a sum or a difference, of numbers from 11 to 99. Two examples in
 the prompt show how to call:
 
@@ -9,27 +7,27 @@ the prompt show how to call:
     calc: 408 - 58 = 350
     There are 350 pens left.
 
-The model's turn ends at `=`. The agent continues it by the result, which is not trained.
+The model's turn ends at `=`. The agent continues it by the result, which is not trained. Another
+form of questions, which no example shows, takes a sum and a difference: three calls.
+`make_data.py` writes both.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import re
-from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.agents.session import Session, register_agent
 from mindspeed_rlxf.rollout.rollout_engine import FinishReason
 
-NUM_TRAIN, NUM_TEST = 1024, 128
+NUM_TRAIN, NUM_TEST = 1024, 64
 LOWEST, LARGEST = 11, 99
 CALL = re.compile(r"calc:\s*(\d{1,7})\s*([*+-])\s*(\d{1,7})\s*=$")
 NUMBER = re.compile(r"\d+")
 NAMES = ("Tom", "Anna", "Ben", "Eva", "Sam")
 THINGS = ("apples", "books", "coins", "cards")
+TWO_CALLS, THREE_CALLS = "calculator", "three_calls"  # data sources
 EXAMPLES = [
     (
         "There are 34 boxes with 12 pens each. 58 pens are sold. How many pens are left?",
@@ -40,6 +38,30 @@ EXAMPLES = [
         "calc: 56 * 23 = 1288\ncalc: 1288 + 17 = 1305\nKim has 1305 nuts.",
     ),
 ]
+QUESTIONS = {  # data source -> operations behind the product -> forms of the question
+    TWO_CALLS: {
+        "-": [
+            "{name} has {left} boxes with {right} {things} in each, and gives {0} {things} away. "
+            "How many {things} are left?",
+            "There are {left} shelves with {right} {things} each. {0} {things} are sold. "
+            "How many {things} are left?",
+        ],
+        "+": [
+            "{name} has {left} boxes with {right} {things} in each, and buys {0} more {things}. "
+            "How many {things} does {name} have now?",
+            "There are {left} shelves with {right} {things} each, and {0} more {things} on the "
+            "floor. How many {things} are there?",
+        ],
+    },
+    THREE_CALLS: {
+        "+-": [
+            "{name} has {left} boxes with {right} {things} in each, buys {0} more {things}, and "
+            "then gives {1} {things} away. How many {things} are left?",
+            "There are {left} shelves with {right} {things} each, and {0} more {things} on the "
+            "floor. {1} {things} are sold. How many {things} are left?",
+        ],
+    },
+}
 
 
 @register_agent("calculator")
@@ -74,67 +96,37 @@ def read_answer(response: str) -> str:
     return numbers[-1] if numbers else ""
 
 
-def make_split(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def make_split(
+    seed: int, data_source: str = TWO_CALLS
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return rows for training and test; no pair of factors is in both."""
     rng = random.Random(seed)
+    questions = QUESTIONS[data_source]
     train: dict[str, dict[str, Any]] = {}
     test: dict[str, dict[str, Any]] = {}
     while len(train) < NUM_TRAIN or len(test) < NUM_TEST:
-        factors = rng.randint(LOWEST, LARGEST), rng.randint(LOWEST, LARGEST)
-        other = rng.randint(LOWEST, LARGEST)
-        is_held_out = (7 * factors[0] + 3 * factors[1]) % 10 == 0
+        left, right = rng.randint(LOWEST, LARGEST), rng.randint(LOWEST, LARGEST)
+        is_held_out = (7 * left + 3 * right) % 10 == 0
         part, size = (test, NUM_TEST) if is_held_out else (train, NUM_TRAIN)
+        operations = rng.choice(sorted(questions))
+        changes = [rng.randint(LOWEST, LARGEST) for _ in operations]
+        question = rng.choice(questions[operations]).format(
+            *changes, name=rng.choice(NAMES), things=rng.choice(THINGS), left=left, right=right
+        )
         if len(part) < size:
-            row = ask(*factors, other, rng)
-            part[row["prompt"][-1]["content"]] = row
+            answer = left * right
+            for operation, change in zip(operations, changes, strict=True):
+                answer = compute(answer, operation, change)
+            part[question] = make_row(question, answer, data_source)
     return list(train.values()), list(test.values())
 
 
-def ask(left: int, right: int, other: int, rng: random.Random) -> dict[str, Any]:
-    """Draw a question on three numbers; return its row."""
-    name, things = rng.choice(NAMES), rng.choice(THINGS)
-    operation = rng.choice("+-")
-    if operation == "-":
-        questions = [
-            f"{name} has {left} boxes with {right} {things} in each, and gives {other} {things} "
-            f"away. How many {things} are left?",
-            f"There are {left} shelves with {right} {things} each. {other} {things} are sold. "
-            f"How many {things} are left?",
-        ]
-    else:
-        questions = [
-            f"{name} has {left} boxes with {right} {things} in each, and buys {other} more "
-            f"{things}. How many {things} does {name} have now?",
-            f"There are {left} shelves with {right} {things} each, and {other} more {things} on "
-            f"the floor. How many {things} are there?",
-        ]
+def make_row(question: str, answer: int, data_source: str) -> dict[str, Any]:
     prompt = []
-    for question, answer in EXAMPLES:
+    for example_question, example_answer in EXAMPLES:
         prompt += [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": answer},
+            {"role": "user", "content": example_question},
+            {"role": "assistant", "content": example_answer},
         ]
-    prompt.append({"role": "user", "content": rng.choice(questions)})
-    return {
-        "prompt": prompt,
-        "ground_truth": str(compute(left * right, operation, other)),
-        "data_source": "calculator",
-    }
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Write `calculator_train.jsonl` and `calculator_test.jsonl`."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, default=Path("outputs/smollm2"))
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args(argv)
-    train, test = make_split(arguments.seed)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("train", train), ("test", test)):
-        text = "".join(f"{json.dumps(row)}\n" for row in rows)
-        (arguments.output / f"calculator_{name}.jsonl").write_text(text, encoding="utf-8")
-    print(f"data: {len(train)} questions for the calculator, {len(test)} test questions")
-
-
-if __name__ == "__main__":
-    main()
+    prompt.append({"role": "user", "content": question})
+    return {"prompt": prompt, "ground_truth": str(answer), "data_source": data_source}

@@ -1,7 +1,5 @@
 """Word problems with one addition or subtraction: questions for training and test, and a score.
 
-    python examples/smollm2/word_sums.py --output outputs/smollm2
-
 A question is "Tom has 15 apples and buys 6 more. How many apples does Tom have now?". A pair of
 numbers, in either order, is either in training or in the test, so a right answer to a test question
 is not one that was rewarded before.
@@ -9,11 +7,8 @@ is not one that was rewarded before.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import re
-from pathlib import Path
 from typing import Any
 
 LARGEST = 20  # larger sums are beyond a model of 135 M parameters at first: no reward, no signal
@@ -74,21 +69,3 @@ def _rows(answers: dict[str, int]) -> list[dict[str, Any]]:
         }
         for question, answer in answers.items()
     ]
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Write `train.jsonl` and `test.jsonl`."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, default=Path("outputs/smollm2"))
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args(argv)
-    train, test = make_split(arguments.seed)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("train", train), ("test", test)):
-        text = "".join(f"{json.dumps(row)}\n" for row in rows)
-        (arguments.output / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    print(f"data: {len(train)} questions, {len(test)} test questions on other pairs of numbers")
-
-
-if __name__ == "__main__":
-    main()

@@ -10,22 +10,19 @@ longer than all the rest.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shutil
 import time
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads must not use the cores
 
 import torch
-from tiny_task import make_split, make_tokenizer, write_jsonl
+from tiny_task import Split, make_once, make_split, make_tokenizer
 from train_models import pretrain_policy, train_reward_model
 from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 VERSION = 3  # to be raised when data or models change
-MARKER = "made.json"
 POLICY, REWARD = "sft", "rm"
 
 
@@ -38,26 +35,15 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
     output: Path = arguments.output
-    marker = output / MARKER
-    wanted = {"version": VERSION, "seed": arguments.seed}
-    if marker.exists() and json.loads(marker.read_text(encoding="utf-8")) == wanted:
-        print(f"{output} holds the tiny model and its data (seed {arguments.seed})", flush=True)
-    else:
-        shutil.rmtree(output, ignore_errors=True)
-        make(output, arguments.seed)
-        marker.write_text(json.dumps(wanted), encoding="utf-8")
+    make_once(output, VERSION, arguments.seed, make_policy)
     if arguments.reward_model and not (output / "models" / REWARD).exists():
         make_reward_model(output, arguments.seed)
 
 
-def make(output: Path, seed: int) -> None:
-    """Write data, tokenizer and policy; print what was made."""
+def make_policy(output: Path, split: Split, seed: int) -> None:
+    """Write tokenizer and policy; print what was made."""
     torch.set_num_threads(1)
     started = time.monotonic()
-    split = make_split(seed)
-    write_jsonl(output / "data" / "train.jsonl", split.train)
-    write_jsonl(output / "data" / "val.jsonl", split.val)
-    print(f"data: {len(split.train)} prompts, {len(split.val)} validation prompts, disjoint")
     print("policy: pretraining on sums, most without the carry; half a minute", flush=True)
     policy = pretrain_policy(split, seed)
     _save(policy.model, output / "models" / POLICY)

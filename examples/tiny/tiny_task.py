@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+MARKER = "made.json"
 TOKENS = ["<pad>", "<bos>", "<eos>", *"0123456789", "+", "=", "<unk>"]
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 NUM_TRAIN, NUM_VAL = 4000, 512
@@ -77,6 +79,24 @@ def make_tokenizer(tokens: Sequence[str] = TOKENS) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         model_max_length=64,
     )
+
+
+def make_once(
+    output: Path, version: int, seed: int, make: Callable[[Path, Split, int], None]
+) -> None:
+    """Write data and what `make` adds to a new folder, unless it holds this version and seed."""
+    marker = output / MARKER
+    wanted = {"version": version, "seed": seed}
+    if marker.exists() and json.loads(marker.read_text(encoding="utf-8")) == wanted:
+        print(f"{output} holds the model and its data (seed {seed})", flush=True)
+        return
+    shutil.rmtree(output, ignore_errors=True)
+    split = make_split(seed)
+    write_jsonl(output / "data" / "train.jsonl", split.train)
+    write_jsonl(output / "data" / "val.jsonl", split.val)
+    print(f"data: {len(split.train)} prompts, {len(split.val)} validation prompts, disjoint")
+    make(output, split, seed)
+    marker.write_text(json.dumps(wanted), encoding="utf-8")
 
 
 def write_jsonl(path: Path, problems: list[Problem]) -> None:

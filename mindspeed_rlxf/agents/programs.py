@@ -19,7 +19,7 @@ from mindspeed_rlxf.agents.program_process import ProgramPlan, ProgramRequest
 from mindspeed_rlxf.agents.session import ConversationFailed, Session, ToolFailed, register_agent
 from mindspeed_rlxf.config.plugins import find_carried
 from mindspeed_rlxf.config.reward_section import split_name
-from mindspeed_rlxf.config.sections import PROGRAM_AGENT, ProgramConfig, RolloutConfig
+from mindspeed_rlxf.config.rollout_section import PROGRAM_AGENT, ProgramConfig, RolloutConfig
 from mindspeed_rlxf.rewards.outcome import ScoringBroken
 from mindspeed_rlxf.rewards.workers import WorkerPool
 

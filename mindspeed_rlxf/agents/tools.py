@@ -13,7 +13,8 @@ from mindspeed_rlxf.agents.session import Message, Session, ToolCall, ToolFailed
 from mindspeed_rlxf.agents.tool_process import ToolPlan, ToolRequest
 from mindspeed_rlxf.config.plugins import Source, find_carried, run_as_module
 from mindspeed_rlxf.config.reward_section import RewardConfig, find_function, split_name
-from mindspeed_rlxf.config.sections import DataConfig, RolloutConfig, ToolConfig
+from mindspeed_rlxf.config.rollout_section import RolloutConfig, ToolConfig
+from mindspeed_rlxf.config.sections import DataConfig
 from mindspeed_rlxf.config.tool_schema import PYTHON_SCHEMA, describe_tool, row_parameters
 from mindspeed_rlxf.rewards.outcome import ScoringBroken
 from mindspeed_rlxf.rewards.workers import WorkerPool

@@ -28,8 +28,8 @@ from mindspeed_rlxf.config.registry import add_to
 
 
 @dataclass(frozen=True)
-class Rewarded:
-    """Estimator input: rewards and masks on one data-parallel rank.
+class AdvantageInputs:
+    """Input of an estimator: rewards and masks on one data-parallel rank.
 
     All responses to a prompt are on one rank. A response must get the same advantages however
     prompts are distributed over ranks.
@@ -71,47 +71,50 @@ class Rewarded:
         return self.trained_mask.any(1)
 
 
-class Estimate(NamedTuple):
+class Advantages(NamedTuple):
     """Advantages [batch, response], used only for trained tokens, and the critic's target."""
 
     advantages: Tensor
     returns: Tensor | None = None
 
 
-Estimator = Callable[[Rewarded], Estimate]
+Estimator = Callable[[AdvantageInputs], Advantages]
 
 
-def gae(inputs: Rewarded) -> Estimate:
+def gae(inputs: AdvantageInputs) -> Advantages:
     """Return GAE advantages and returns from the critic's values.
 
     With `lam_alpha`, the advantages' lambda depends on the response length, and with `critic_lam`
     the returns have their own lambda (VAPO, arXiv:2504.05118, sections 4.1 and 4.2).
     """
     assert inputs.values is not None, "GAE needs the values of a critic"
-    of_slots = inputs.rewards, inputs.values, inputs.value_mask, inputs.gamma
     lam: float | Tensor = inputs.lam
     if inputs.lam_alpha is not None:
         lam = length_adaptive_lambda(inputs.trained_mask.sum(1), inputs.lam_alpha)
-    advantages, returns = estimate_gae(*of_slots, lam)
+    advantages, returns = estimate_gae(
+        inputs.rewards, inputs.values, inputs.value_mask, inputs.gamma, lam
+    )
     if inputs.lam_alpha is not None or inputs.critic_lam is not None:
         critic_lam = inputs.lam if inputs.critic_lam is None else inputs.critic_lam
-        _, returns = estimate_gae(*of_slots, critic_lam)
-    return Estimate(advantages[:, : inputs.trained_mask.size(1)], returns)
+        _, returns = estimate_gae(
+            inputs.rewards, inputs.values, inputs.value_mask, inputs.gamma, critic_lam
+        )
+    return Advantages(advantages[:, : inputs.trained_mask.size(1)], returns)
 
 
-def reinforce_plus_plus(inputs: Rewarded) -> Estimate:
+def reinforce_plus_plus(inputs: AdvantageInputs) -> Advantages:
     """Return each token's discounted rewards to go as advantages (arXiv:2501.03262).
 
     The caller does the paper's whitening.
     """
     returns = rewards_to_go(inputs.rewards, inputs.value_mask, inputs.gamma)
-    return Estimate(returns[:, : inputs.trained_mask.size(1)])
+    return Advantages(returns[:, : inputs.trained_mask.size(1)])
 
 
-def remax(inputs: Rewarded) -> Estimate:
+def remax(inputs: AdvantageInputs) -> Advantages:
     """Return rewards to go minus the prompt's greedy score (ReMax, arXiv:2310.10505)."""
     assert inputs.greedy_scores is not None, "ReMax needs the scores of greedy responses"
-    return Estimate(reinforce_plus_plus(inputs).advantages - inputs.greedy_scores[:, None])
+    return Advantages(reinforce_plus_plus(inputs).advantages - inputs.greedy_scores[:, None])
 
 
 def grpo_advantages(rewards: Tensor, scored: Tensor, group_size: int) -> Tensor:
@@ -138,7 +141,7 @@ def rloo_advantages(rewards: Tensor, scored: Tensor, group_size: int) -> Tensor:
     return (centred * counts / (counts - 1).clamp(min=1)).flatten().to(rewards.dtype)
 
 
-def opo(inputs: Rewarded) -> Estimate:
+def opo(inputs: AdvantageInputs) -> Advantages:
     """Return R - the group's mean of R weighted by length (OPO, arXiv:2505.23585, section 3)."""
     rewards = (
         inputs.rewards.sum(1).double().where(inputs.is_scored, 0.0).view(-1, inputs.group_size)
@@ -147,10 +150,10 @@ def opo(inputs: Rewarded) -> Estimate:
     baseline = (rewards * lengths).sum(1, keepdim=True) / lengths.sum(1, keepdim=True).clamp(min=1)
     has_several = (lengths > 0).sum(1, keepdim=True) > 1
     advantages = (rewards - baseline).where(has_several, 0.0).flatten().to(inputs.rewards.dtype)
-    return Estimate(advantages[:, None] * inputs.trained_mask)
+    return Advantages(advantages[:, None] * inputs.trained_mask)
 
 
-def gpg(inputs: Rewarded) -> Estimate:
+def gpg(inputs: AdvantageInputs) -> Advantages:
     """Return R - group mean, times responses / responses with R != 0 (GPG, arXiv:2504.02546).
 
     The factor, which makes up for groups without a gradient, is that of the whole batch.
@@ -161,10 +164,10 @@ def gpg(inputs: Rewarded) -> Estimate:
     num_scored, num_nonzero = inputs.sum_over_replicas(counts)
     factor = float(num_scored / num_nonzero.clamp(min=1))
     advantages = dr_grpo_advantages(rewards, scored, inputs.group_size) * factor
-    return Estimate(advantages[:, None] * inputs.trained_mask)
+    return Advantages(advantages[:, None] * inputs.trained_mask)
 
 
-def grpo_batch(inputs: Rewarded) -> Estimate:
+def grpo_batch(inputs: AdvantageInputs) -> Advantages:
     """Return (R - group mean) / (std of R over the batch + 1e-8), with divisor n - 1.
 
     TRL calls it `scale_rewards="batch"` (arXiv:2508.08221).
@@ -177,7 +180,7 @@ def grpo_batch(inputs: Rewarded) -> Estimate:
     variance = inputs.sum_over_replicas(deviation.square().sum()) / (count - 1).clamp(min=1)
     centred = dr_grpo_advantages(inputs.rewards.sum(1), scored, inputs.group_size)
     advantages = centred / (float(variance) ** 0.5 + 1e-8)
-    return Estimate(advantages[:, None] * inputs.trained_mask)
+    return Advantages(advantages[:, None] * inputs.trained_mask)
 
 
 def groups_that_differ(scores: list[float], scored: list[bool], group_size: int) -> list[int]:
@@ -223,9 +226,9 @@ def make_group_estimator(advantages: Callable[[Tensor, Tensor, int], Tensor]) ->
     `advantages` maps (total reward per response [batch], `is_scored`, group_size) to [batch].
     """
 
-    def estimate(inputs: Rewarded) -> Estimate:
+    def estimate(inputs: AdvantageInputs) -> Advantages:
         response_advantages = advantages(inputs.rewards.sum(1), inputs.is_scored, inputs.group_size)
-        return Estimate(response_advantages[:, None] * inputs.trained_mask)
+        return Advantages(response_advantages[:, None] * inputs.trained_mask)
 
     return estimate
 

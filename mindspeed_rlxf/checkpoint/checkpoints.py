@@ -50,8 +50,8 @@ from mindspeed_rlxf.weights.state_files import (
     entries_below,
     entry_of,
     find_damage,
-    has_parts,
-    merge_parts,
+    has_rank_indexes,
+    merge_rank_indexes,
     under,
     write_text,
 )
@@ -217,7 +217,7 @@ class RunCheckpoints:
         self._wait_for_files(hidden, layouts)
         files: list[Entry] = []
         for name, layout in layouts.items():
-            index = merge_parts(hidden / name, layout.world_size)
+            index = merge_rank_indexes(hidden / name, layout.world_size)
             files += under(name, [index])
         files += under(AHEAD, self._ahead_files)
         lock.require(self.directory.path)
@@ -251,7 +251,7 @@ class RunCheckpoints:
         while True:
             incomplete = []
             for name, layout in layouts.items():
-                if not has_parts(hidden / name, layout.world_size):
+                if not has_rank_indexes(hidden / name, layout.world_size):
                     incomplete.append(name)
             if not incomplete:
                 return

@@ -17,9 +17,10 @@ from mindspeed_rlxf.compat.mindspeed_llm.translate import translate
 from mindspeed_rlxf.compat.verl.files import read_verl
 from mindspeed_rlxf.compat.verl.translate import translate_verl
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
-from mindspeed_rlxf.config.keys import NESTED_ROLES, Given, to_yaml
+from mindspeed_rlxf.config.keys import NESTED_ROLES, to_yaml
 from mindspeed_rlxf.config.load import find_missing_files, named_files, resolve_with_notes
 from mindspeed_rlxf.config.problems import ConfigError, MissingFile, Problem, UserError
+from mindspeed_rlxf.config.raw_config import RawConfig
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.starter import list_warnings
 from mindspeed_rlxf.data.files import check_files, count_rows
@@ -64,24 +65,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.verl_config:
             name = Path(arguments.verl_config).stem
             tree = read_verl(arguments.verl_config, arguments.overrides)
-            given = translate_verl(tree, count_rows)
+            raw = translate_verl(tree, count_rows)
         elif arguments.config_name is None:
             names = ", ".join(config_names([builtin_config_dir()])) or "none"
             parser.error(f"--config-name is required; built-in names: {names}")
         else:
             tree = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
             name = arguments.config_name.removesuffix(".yaml")
-            given = translate(tree)
+            raw = translate(tree)
             for override in arguments.overrides:
                 if override.lstrip("+~").startswith("hydra."):
                     meaning = "no effect, as Hydra runs no job; training.output_dir is the folder"
-                    given.note(meaning, override)
+                    raw.note(meaning, override)
         # Those for verl are in its keys.
         overrides = () if arguments.verl_config else arguments.overrides
         try:
-            config, notes = resolve_with_notes(given, name, overrides)
+            config, notes = resolve_with_notes(raw, name, overrides)
         except ConfigError as error:
-            raise ConfigError(_add_file_problems(given, error.problems)) from error
+            raise ConfigError(_add_file_problems(raw, error.problems)) from error
         for note in notes:
             run_log.say(f"note: {note}", sys.stderr if arguments.cfg else sys.stdout)
         for warning in list_warnings(config):
@@ -106,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_STOPPED
 
 
-def _add_file_problems(given: Given, problems: Sequence[Problem]) -> list[Problem]:
+def _add_file_problems(raw: RawConfig, problems: Sequence[Problem]) -> list[Problem]:
     """Return the problems of keys and, after them, those of files; `prepare` cannot run then.
 
     In a plan for another machine a file that is not here is no problem.
@@ -114,9 +115,9 @@ def _add_file_problems(given: Given, problems: Sequence[Problem]) -> list[Proble
     by_text = {str(problem): problem for problem in problems}
     reported = {problem.key for problem in problems if isinstance(problem, MissingFile)}
     of_files: list[Problem] = []
-    if given.sections["device"].get("memory_gib") is None:
-        of_files += [p for p in find_missing_files(given) if p.key not in reported]
-    present = [path for key, path in named_files(given) if os.path.exists(path)]
+    if raw.sections["device"].get("memory_gib") is None:
+        of_files += [p for p in find_missing_files(raw) if p.key not in reported]
+    present = [path for key, path in named_files(raw) if os.path.exists(path)]
     of_files += check_files(path for path in present if not os.path.isdir(path))
     by_text |= {str(problem): problem for problem in of_files}
     return [*by_text.values()]
@@ -130,7 +131,7 @@ def _dry_run(config: RunConfig, nested: bool) -> int:
     has actor and reference under one key.
     """
     from mindspeed_rlxf.checkpoint.store import describe_start
-    from mindspeed_rlxf.config.section_rules import check_devices, check_launch
+    from mindspeed_rlxf.config.host_rules import check_devices, check_launch
     from mindspeed_rlxf.ops.planning.available import choose_kind
     from mindspeed_rlxf.ops.planning.plan import plan
     from mindspeed_rlxf.trainer.preflight import prepare

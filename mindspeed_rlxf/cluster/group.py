@@ -32,9 +32,9 @@ _ended: deque[Span] = deque(maxlen=20_000)
 
 @dataclass(frozen=True)
 class Sharded:
-    """An argument that differs by replica: every rank of replica i gets parts[i]."""
+    """An argument that differs by replica: every rank of replica i gets by_replica[i]."""
 
-    parts: Sequence[Any]
+    by_replica: Sequence[Any]
 
 
 class Pending:
@@ -154,8 +154,8 @@ class RoleGroup:
 
         Args:
             method: Plain function, such as `RolloutRole.generate`. It returns no rows, or as many
-                as its part of the first split argument with rows.
-            args: Each replica gets its part of a `Sharded`, and an equal contiguous part of a
+                as its rows of the first split argument with rows.
+            args: Each replica gets its entry of a `Sharded`, and an equal contiguous shard of a
                 RowsRef, alone or in a dataclass field. Other values are the same for all.
             fields: Further `Request` fields.
         """
@@ -186,9 +186,9 @@ class RoleGroup:
         num_rows: list[int | None] = [None] * size
         for arg in args:
             is_split = isinstance(arg, Sharded) or bool(find_refs(arg))
-            shards = arg.parts if isinstance(arg, Sharded) else split_refs(arg, size)
+            shards = arg.by_replica if isinstance(arg, Sharded) else split_refs(arg, size)
             assert len(shards) == size, (
-                f"{self.role.value} has {size} data-parallel ranks, got {len(shards)} parts"
+                f"{self.role.value} has {size} data-parallel ranks, got {len(shards)} shards"
             )
             for replica, shard in enumerate(shards):
                 replica_args[replica].append(shard)
@@ -209,12 +209,12 @@ class RoleGroup:
         return requests, num_rows
 
 
-def submit_together(pool: Pool, *requests_by_part: Sequence[Request]) -> Pending:
-    """Submit requests for several pool parts as one call; their ranks may wait for each other.
+def submit_together(pool: Pool, *requests_by_subpool: Sequence[Request]) -> Pending:
+    """Submit requests for several sub-pools as one call; their ranks may wait for each other.
 
-    Those of a part come from `RoleGroup.prepare`, in rank order.
+    Those of a sub-pool come from `RoleGroup.prepare`, in rank order.
     """
-    requests = list(itertools.chain.from_iterable(requests_by_part))
+    requests = list(itertools.chain.from_iterable(requests_by_subpool))
     return Pending(pool.submit(requests), [], [], pool.name, _name_calls(requests))
 
 

@@ -4,8 +4,8 @@ A pool is one torch.distributed world: process i is rank i, one process per devi
 may share pool processes; their methods then run one after another, in submission order. Methods on
 different Ray pools run concurrently; the pools of `local` are the same processes.
 
-A pool may be split into parts. Neighbouring ranks form a part with its own world, presented as a
-pool by `PoolPart`. Methods on different parts run concurrently too.
+A pool may be split into sub-pools: neighbouring ranks with a world of their own, which `SubPool`
+presents as a pool. Methods on different sub-pools run concurrently too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ class Request(NamedTuple):
     role: Role
     method: str
     args: tuple[Any, ...]
-    keeps_rows: bool  # True on leaders, whose rows are kept and whose report is sent
+    is_leader: bool  # True on leaders, whose rows are kept and whose report is sent
     num_rows: int | None = None  # rows that the method has to return; None = any number
     factory: Callable[..., Any] | None = None  # builds the role instead of calling a method
     of_engine: bool = False  # a method of the role's engine, whose result is the report
@@ -79,15 +79,15 @@ class Pool(Protocol):
         """Start one request per rank, in rank order, without waiting.
 
         Without Ray the requests run before `submit` returns, and it raises their errors.
-        `first_rank` gets the first request, so that a part can be called alone.
+        `first_rank` gets the first request, so that a sub-pool can be called alone.
         """
 
     def shutdown(self) -> None:
         """End the pool, and its processes unless another pool uses them or others own them."""
 
 
-class PoolPart:
-    """A pool part as a pool with its own ranks; implements `Pool`."""
+class SubPool:
+    """Neighbouring ranks of a pool as a pool of their own; implements `Pool`."""
 
     def __init__(self, pool: Pool, first_rank: int, world_size: int) -> None:
         assert 0 <= first_rank <= first_rank + world_size <= pool.world_size, (
@@ -112,13 +112,13 @@ class Runtime(Protocol):
     def create_pools(
         self,
         processes_per_node: Mapping[str, Sequence[int]],
-        parts: Mapping[str, Sequence[int]] | None = None,
+        subpool_sizes: Mapping[str, Sequence[int]] | None = None,
     ) -> dict[str, Any]:
         """Create all pools at the same time and wait; return them by name.
 
         Args:
             processes_per_node: Process count on each node, by pool.
-            parts: Part sizes of disaggregated pools, by pool.
+            subpool_sizes: Ranks of each sub-pool of a disaggregated pool, by pool.
         """
 
     def shutdown(self) -> None:

@@ -86,7 +86,7 @@ class LocalPool:
 
         Every rank raises another rank's WorkerError, and RuntimeTimeout if it waits too long.
         """
-        assert first_rank == 0 and len(requests) == self.world_size, "a local pool has no parts"
+        assert first_rank == 0 and len(requests) == self.world_size, "a local pool has no sub-pools"
         request = requests[self._runtime.rank]
         outcome: Any
         try:
@@ -189,10 +189,10 @@ class LocalRuntime:
     def create_pools(
         self,
         processes_per_node: Mapping[str, Sequence[int]],
-        parts: Mapping[str, Sequence[int]] | None = None,
+        subpool_sizes: Mapping[str, Sequence[int]] | None = None,
     ) -> dict[str, LocalPool]:
         """Return one pool per name, all with the same processes."""
-        assert not parts, "the rules of the configuration refuse disaggregated pools"
+        assert not subpool_sizes, "the rules of the configuration refuse disaggregated pools"
         size = self.size
         problems = []
         for name, counts in processes_per_node.items():

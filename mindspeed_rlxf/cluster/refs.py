@@ -96,7 +96,7 @@ class RowsRef:
         return cls(tuple(pieces), tuple(selection))
 
     def split(self, n: int) -> list[RowsRef]:
-        """Return references to `n` contiguous parts with equal size, or raise ValueError."""
+        """Return references to `n` contiguous shards of equal size, or raise ValueError."""
         if self.num_rows % n:
             raise ValueError(f"{self.num_rows} rows must be a multiple of {n} to be split equally")
         if n == 1:
@@ -185,7 +185,7 @@ def number_handles(args: Sequence[Any]) -> tuple[tuple[Any, ...], list[Handle]]:
 def split_refs(value: Any, n: int) -> list[Any]:
     """Return an argument for each of `n` replicas.
 
-    Splits a RowsRef, alone or in a dataclass field, into equal contiguous parts (ValueError if `n`
+    Splits a RowsRef, alone or in a dataclass field, into equal contiguous shards (ValueError if `n`
     does not divide its rows). Other values are the same for all.
     """
     if isinstance(value, RowsRef):

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_rlxf.config.enums import CONFIGURED, Role
-from mindspeed_rlxf.config.keys import WITHOUT_CRITIC, WITHOUT_MODEL, Given, keys_of
+from mindspeed_rlxf.config.keys import WITHOUT_CRITIC, WITHOUT_MODEL, keys_of
 from mindspeed_rlxf.config.problems import format_value
+from mindspeed_rlxf.config.raw_config import RawConfig
 
 FSDP = "fsdp"
 WITHOUT_MEGATRON: dict[str, Any] = {
@@ -21,55 +22,55 @@ WITHOUT_MEGATRON: dict[str, Any] = {
 """Key that only Megatron has -> its value with FSDP."""
 
 
-def reset_megatron_keys(given: Given, overrides: Sequence[str]) -> None:
+def reset_megatron_keys(raw: RawConfig, overrides: Sequence[str]) -> None:
     """Reset Megatron keys of the roles whose `backend=fsdp` comes from the command line.
 
-    A key that the command line names too keeps its value. Changes `given`, and notes each key.
+    A key that the command line names too keeps its value. Changes `raw`, and notes each key.
 
     Args:
-        given: The YAML with the overrides applied.
+        raw: The YAML with the overrides applied.
         overrides: `key=value` arguments of the command line.
     """
     overridden = {_key_of(override) for override in overrides}
     for role in CONFIGURED:
         name = role.value
-        if not _chooses_fsdp(given, name, overridden) or not _has_model(given, role):
+        if not _chooses_fsdp(raw, name, overridden) or not _has_model(raw, role):
             continue
         for key, value in WITHOUT_MEGATRON.items():
-            if given.value(name, key) not in (None, value):
-                _reset(given, name, key, value, overridden)
+            if raw.value(name, key) not in (None, value):
+                _reset(raw, name, key, value, overridden)
         is_trained = "recompute" in keys_of(name)
-        if is_trained and given.value(name, "recompute") == "selective":
-            _reset(given, name, "recompute", "full", overridden)
+        if is_trained and raw.value(name, "recompute") == "selective":
+            _reset(raw, name, "recompute", "full", overridden)
 
 
 def _key_of(override: str) -> str:
     return override.partition("=")[0].lstrip("+").replace("-", "_")
 
 
-def _chooses_fsdp(given: Given, role: str, overridden: set[str]) -> bool:
+def _chooses_fsdp(raw: RawConfig, role: str, overridden: set[str]) -> bool:
     """Whether the command line gives the role FSDP; the reference follows the actor."""
-    if given.value(role, "backend") is None and role == Role.REF.value:
+    if raw.value(role, "backend") is None and role == Role.REF.value:
         role = Role.ACTOR_ROLLOUT.value
-    is_named = given.written(f"{role}.backend") in overridden
-    return is_named and given.value(role, "backend") == FSDP
+    is_named = raw.user_key(f"{role}.backend") in overridden
+    return is_named and raw.value(role, "backend") == FSDP
 
 
-def _has_model(given: Given, role: Role) -> bool:
+def _has_model(raw: RawConfig, role: Role) -> bool:
     if role is Role.REWARD:
-        return given.sections["reward"].get("kind") not in WITHOUT_MODEL
-    has_critic = given.sections["training"].get("stage") not in WITHOUT_CRITIC
+        return raw.sections["reward"].get("kind") not in WITHOUT_MODEL
+    has_critic = raw.sections["training"].get("stage") not in WITHOUT_CRITIC
     return role is not Role.CRITIC or has_critic
 
 
-def _reset(given: Given, role: str, key: str, value: Any, overridden: set[str]) -> None:
-    written = given.written(f"{role}.{key}")
+def _reset(raw: RawConfig, role: str, key: str, value: Any, overridden: set[str]) -> None:
+    written = raw.user_key(f"{role}.{key}")
     if written.replace("-", "_") in overridden:
         return
-    before = format_value(given.value(role, key))
-    given.note(
+    before = format_value(raw.value(role, key))
+    raw.note(
         f"set to {format_value(value)}, as the command line chooses backend={FSDP}, "
         "which has no other",
         f"{written}={before}",
     )
-    given.sections[role][key] = value
+    raw.sections[role][key] = value

@@ -5,14 +5,14 @@ same run.
 """
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias, get_args, get_origin
 
 import yaml
 from pydantic.fields import FieldInfo
 
 from mindspeed_rlxf.config.enums import CONFIGURED, RewardKind, Role, Stage
-from mindspeed_rlxf.config.problems import Problem, closest, format_value, ref
+from mindspeed_rlxf.config.problems import Problem, closest
 from mindspeed_rlxf.config.schema import (
     ActorConfig,
     ArchitectureConfig,
@@ -40,7 +40,7 @@ REMOVED: dict[str, str] = {
 }
 """Keys in earlier versions -> what to do now, as a clause."""
 
-OF_OTHERS = {
+NAMES_ELSEWHERE = {
     "batch_size": "global_batch_size",
     "beta": "kl_coef",
     "entropy_coef": "entropy_coeff",
@@ -192,7 +192,7 @@ def unknown_key(section: str, name: str, known: Collection[str], path: str = "")
     if full in REMOVED:
         return Problem(path, "was removed", remedy=REMOVED[full], colon=True)
     remedy = "remove it"
-    ours = OF_OTHERS.get(name, name)
+    ours = NAMES_ELSEWHERE.get(name, name)
     guess = ours if ours in known else closest(name, known)
     if guess is not None:
         remedy = f"did you mean {path.removesuffix(name)}{guess}?"
@@ -249,153 +249,3 @@ def to_tree(config: RunConfig) -> dict[str, Any]:
 def to_yaml(config: RunConfig) -> str:
     """Return `to_tree`'s dict as YAML text, keeping its key order."""
     return str(yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True, width=100))
-
-
-VERBATIM = ("model", "resource_pool", "rules", "arguments", "chat_template_kwargs", "extra_args")
-"""Sections with user-chosen names as keys."""
-OLDER_ACTOR = "actor"
-NESTED = {"actor_rollout": "actor_rollout", OLDER_ACTOR: "actor_rollout", "ref": "ref"}
-"""Section below `actor_rollout_ref` -> role."""
-
-
-def set_default(section: Tree, **defaults: Any) -> None:
-    """Set those keys in `section` in place, if absent or None."""
-    section |= {key: value for key, value in defaults.items() if section.get(key) is None}
-
-
-def _underscore(tree: Mapping[Any, Any]) -> Tree:
-    underscored: Tree = {}
-    for spelled, value in tree.items():
-        name = str(spelled).replace("-", "_")
-        is_section = isinstance(value, dict) and name not in VERBATIM
-        underscored[name] = _underscore(value) if is_section else value
-    return underscored
-
-
-def _has_key(section: Tree, keys: Sequence[str]) -> bool:
-    """Whether a section has `keys[0]`; and `keys[1]` in it, if that is a section, as `offload`."""
-    if keys[0] not in section:
-        return False
-    value = section[keys[0]]
-    return len(keys) == 1 or value is None or keys[1] in value
-
-
-class Given:
-    """The YAML as the user wrote it, with underscores in keys, and what was found on the way.
-
-    Attributes:
-        sections: Section -> its keys; `dry_run` -> its value.
-        renamed: `section.key` -> the key in the file, if spelled or placed differently there.
-        problems: Mistakes found.
-        notes: Text -> the `key=value` items it is about; one line each.
-        nested: Whether the YAML has the older nesting `actor_rollout_ref`.
-    """
-
-    def __init__(self, tree: Mapping[str, Any]) -> None:
-        self.problems: list[Problem] = []
-        self.renamed: dict[str, str] = {}
-        self.notes: dict[str, dict[str, None]] = {}
-        sections = _underscore(tree)
-        self.nested = NESTED_ROLES in sections
-        if isinstance(sections.get("runtime"), str):
-            sections["runtime"] = {"kind": sections["runtime"]}
-        older = sections.pop(OLDER_ACTOR, None)
-        for name in sorted(sections.keys() - TOP_LEVEL):
-            self.problems.append(unknown_key("", name, TOP_LEVEL))
-        self.sections: Tree = {"dry_run": sections.get("dry_run", False)}
-        for name in TOP_LEVEL - {"dry_run"}:
-            self.sections[name] = self.as_section(name, sections.get(name))
-        self._move_section(OLDER_ACTOR, "actor_rollout", older)
-        for role, values in self.sections.pop(NESTED_ROLES).items():
-            if role in NESTED:
-                self._move_section(f"{NESTED_ROLES}.{role}", NESTED[role], values)
-            else:
-                self.problems.append(unknown_key(NESTED_ROLES, role, {*NESTED.values()}))
-        self.sections["model"] = {
-            str(name): _underscore(self.as_section(f"model.{name}", keys))
-            for name, keys in self.sections["model"].items()
-        }
-
-    def note(self, meaning: str, key: str) -> None:
-        """Add `key` (or `key=value`) to the note `meaning`."""
-        self.notes.setdefault(meaning, {})[key] = None
-
-    def list_notes(self) -> list[str]:
-        """Return the notes, a line for each meaning."""
-        return [f"{', '.join(keys)}: {meaning}" for meaning, keys in self.notes.items()]
-
-    def as_section(self, path: str, value: Any) -> Tree:
-        """Return a dict's copy, or {} for None and, with a problem, for other values."""
-        if value is None or isinstance(value, dict):
-            return {**(value or {})}
-        self.refuse(path, "must be a section of keys", value, "write `key: value` lines under it")
-        return {}
-
-    def refuse(self, path: str, rule: str, value: Any, remedy: str) -> None:
-        """Report a wrong value."""
-        self.problems.append(Problem(path, rule, format_value(value), remedy))
-
-    def model_of(self, role: str) -> Any:
-        """Return a role's `model`, its own or `training`'s.
-
-        `auto` if neither names one and the YAML has no section `model`.
-        """
-        default = None if self.sections["model"] else "auto"
-        default = self.sections["training"].get("model", default)
-        return self.sections[role].get("model", default)
-
-    def value(self, role: str, key: str) -> Any:
-        """Return a role's value: its own, else `training`'s, else its model's, else None."""
-        for section in self.homes(role).values():
-            if key in section:
-                return section[key]
-        return None
-
-    def written(self, path: str) -> str:
-        """Return the user's key behind `section.key`, for messages.
-
-        The role's own key if the file has it, else `training.KEY` or `model.NAME.KEY`.
-        """
-        section, *keys = path.split(".")
-        section = "resource_pool" if section == "pool_settings" else section
-        of_architecture = keys[:1] == ["architecture"]
-        keys = keys[of_architecture:]
-        if section in ROLES and keys:
-            homes = self.homes(section)
-            if of_architecture:
-                section = [*homes][-1]  # unless one of them has the key
-            for name, values in homes.items():
-                if _has_key(values, keys):
-                    section = name
-                    break
-        names = [*section.split("."), *keys]
-        # The longest beginning of the path that the file spells differently.
-        for end in range(len(names), 1, -1):
-            spelled = self.renamed.get(".".join(names[:end]))
-            if spelled is not None:
-                return ".".join((spelled, *names[end:]))
-        return ".".join(names)
-
-    def homes(self, role: str) -> dict[str, Tree]:
-        """Return the sections behind a role's keys, by name, in order of precedence."""
-        model = str(self.model_of(role))
-        return {
-            role: self.sections[role],
-            "training": self.sections["training"],
-            f"model.{model}": self.sections["model"].get(model, {}),
-        }
-
-    def move(self, path: str, value: Any, target: str) -> None:
-        """Move a value from `path` to the key `target`; another value there is a problem."""
-        home, _, key = target.rpartition(".")
-        kind, _, model = home.partition(".")
-        section = self.sections[kind][model] if model else self.sections[kind]
-        present = section.setdefault(key, value)
-        if present is not value and present != value:  # `is` for NaN, which differs from itself
-            rule = f"and {ref(target)}={format_value(present)} say the same thing differently"
-            self.problems.append(Problem(path, rule, remedy="keep one"))
-        self.renamed.setdefault(target, path)
-
-    def _move_section(self, path: str, role: str, values: Any) -> None:
-        for key, value in self.as_section(path, values).items():
-            self.move(f"{path}.{key}", value, f"{role}.{key}")

@@ -26,26 +26,25 @@ from mindspeed_rlxf.config.enums import (
 )
 from mindspeed_rlxf.config.estimator_traits import TRAITS
 from mindspeed_rlxf.config.hf_config import (
-    OF_WEIGHTS,
+    WEIGHTS_FOLDER,
     approximate_architecture,
     find_unsupported,
     parse_architecture,
     read_hf_config,
 )
+from mindspeed_rlxf.config.host_rules import check_host
 from mindspeed_rlxf.config.keys import (
     PLAIN_SECTIONS,
     ROLE_SECTIONS,
-    ROLES,
     SHARED,
     WITHOUT_CRITIC,
     WITHOUT_MODEL,
-    Given,
     Tree,
     find_field,
     keys_of,
-    set_default,
     unknown_key,
 )
+from mindspeed_rlxf.config.placement import place_roles, trains_adapters
 from mindspeed_rlxf.config.plugins import (
     complete_function,
     complete_plugin,
@@ -60,32 +59,26 @@ from mindspeed_rlxf.config.problems import (
     closest,
     explain,
     format_value,
-    multiples_around,
-    ref,
-    use,
 )
-from mindspeed_rlxf.config.ray_cluster import choose_cluster
+from mindspeed_rlxf.config.raw_config import RawConfig, set_default
 from mindspeed_rlxf.config.schema import (
     ArchitectureConfig,
-    DeviceConfig,
     LearningConfig,
-    PoolSettings,
     RunConfig,
     TrainingConfig,
 )
-from mindspeed_rlxf.config.section_rules import check_host, check_sections
+from mindspeed_rlxf.config.section_rules import check_sections
 from mindspeed_rlxf.config.unused import note_unused
 
 AUTO = "auto"
 """A role's `model` that takes the architecture from config.json in its `load` folder."""
 
 DATA_FILES = ("train_files", "val_files")
-MAX_DEVICES = 100_000
 AGENT_SLICE_STEPS = 32
 """Default of `rollout.slice_steps` with agents, whose turns are short."""
 
 
-def resolve(tree: Mapping[str, Any] | Given, name: str) -> RunConfig:
+def resolve(tree: Mapping[str, Any] | RawConfig, name: str) -> RunConfig:
     """Return the typed, checked configuration for a composed tree (see `compose`).
 
     Runs the user's plugins and reward functions.
@@ -102,61 +95,61 @@ def resolve(tree: Mapping[str, Any] | Given, name: str) -> RunConfig:
 
 
 def resolve_with_notes(
-    tree: Mapping[str, Any] | Given, name: str, overrides: Sequence[str] = ()
+    tree: Mapping[str, Any] | RawConfig, name: str, overrides: Sequence[str] = ()
 ) -> tuple[RunConfig, list[str]]:
     """Return the configuration, and lines about legal but surprising keys; see `resolve`.
 
     `overrides` are those of the command line, which the tree has already: one that chooses FSDP
     resets keys of the YAML that only Megatron has.
     """
-    raw_config = tree if isinstance(tree, Given) else Given(tree)
-    reset_megatron_keys(raw_config, overrides)
-    return resolve_given(raw_config, name)
+    raw = tree if isinstance(tree, RawConfig) else RawConfig(tree)
+    reset_megatron_keys(raw, overrides)
+    return resolve_raw(raw, name)
 
 
-def resolve_given(given: Given, name: str) -> tuple[RunConfig, list[str]]:
+def resolve_raw(raw: RawConfig, name: str) -> tuple[RunConfig, list[str]]:
     """Return the configuration and notes for keys that are ours already; see `resolve`."""
-    payload = _build(given, name)
+    payload = _build(raw, name)
     try:
         config = RunConfig.model_validate(payload)
-        if not given.problems:
-            _check(config, given)
+        if not raw.problems:
+            _check(config, raw)
     except ValidationError as error:
-        given.problems += _problems_of(error.errors(include_url=False), given)
-    if given.problems:
-        _add_missing_files(given)
+        raw.problems += _problems_of(error.errors(include_url=False), raw)
+    if raw.problems:
+        _add_missing_files(raw)
         # Without repeats, as of a key that several roles share.
-        by_text = {str(problem): problem for problem in given.problems}
+        by_text = {str(problem): problem for problem in raw.problems}
         raise ConfigError(list(by_text.values()))
-    return config, given.list_notes()
+    return config, raw.list_notes()
 
 
-def _add_missing_files(given: Given) -> None:
+def _add_missing_files(raw: RawConfig) -> None:
     """Add the run's other missing files, if one that is read first is missing."""
-    reported = {problem.key for problem in given.problems if isinstance(problem, MissingFile)}
+    reported = {problem.key for problem in raw.problems if isinstance(problem, MissingFile)}
     if reported:
-        missing = find_missing_files(given)
-        given.problems += [problem for problem in missing if problem.key not in reported]
+        missing = find_missing_files(raw)
+        raw.problems += [problem for problem in missing if problem.key not in reported]
 
 
-def find_missing_files(given: Given) -> list[MissingFile]:
+def find_missing_files(raw: RawConfig) -> list[MissingFile]:
     """Return a problem for each file or folder of `named_files` that is not there."""
     problems: list[MissingFile] = []
-    for key, path in named_files(given):
+    for key, path in named_files(raw):
         if not os.path.exists(path):
-            problems.append(MissingFile(given.written(key), "must exist", path, "correct the path"))
+            problems.append(MissingFile(raw.user_key(key), "must exist", path, "correct the path"))
     return problems
 
 
-def named_files(given: Given) -> list[tuple[str, str]]:
+def named_files(raw: RawConfig) -> list[tuple[str, str]]:
     """Return (key, absolute path) of the weights, the tokenizer and the data files."""
     values: list[tuple[str, Any]] = []
     for role in CONFIGURED:
-        values.append((f"{role.value}.load", given.value(role.value, "load")))
-    tokenizer = given.sections["training"].get("tokenizer_name_or_path")
+        values.append((f"{role.value}.load", raw.value(role.value, "load")))
+    tokenizer = raw.sections["training"].get("tokenizer_name_or_path")
     values.append(("training.tokenizer_name_or_path", tokenizer))
     for key in DATA_FILES:
-        files = given.sections["data"].get(key)
+        files = raw.sections["data"].get(key)
         for file in files if isinstance(files, list) else [files]:
             values.append((f"data.{key}", file))
     return [
@@ -166,44 +159,44 @@ def named_files(given: Given) -> list[tuple[str, str]]:
     ]
 
 
-def find_wrong_values(given: Given) -> list[Problem]:
+def find_wrong_values(raw: RawConfig) -> list[Problem]:
     """Return the problems of single values; `resolve` finds more, and reads models for it."""
-    reward = {key: v for key, v in given.sections["reward"].items() if key != "function"}
+    reward = {key: v for key, v in raw.sections["reward"].items() if key != "function"}
     try:
-        RunConfig.model_validate({**given.sections, "reward": reward})
+        RunConfig.model_validate({**raw.sections, "reward": reward})
     except ValidationError as error:
         # Keys that are absent or unknown, and rules between keys, are for `resolve`.
         ignored = ("missing", "extra_forbidden", "value_error")
         errors = [e for e in error.errors(include_url=False) if e["type"] not in ignored]
-        return [*_problems_of(errors, given)]
+        return [*_problems_of(errors, raw)]
     return []
 
 
-def _check(config: RunConfig, given: Given) -> None:
-    """Add problems between sections, host problems, unused keys and notes to `given`."""
+def _check(config: RunConfig, raw: RawConfig) -> None:
+    """Add problems between sections, host problems, unused keys and notes to `raw`."""
     # A dry run checks the host after it has printed its plan: see `cli.train`.
     problems = list(check_sections(config))
     if not config.dry_run:
         problems += check_host(config)
-    given.problems += [problem.rename_keys(given.written) for problem in problems]
-    note_unused(config, given)
+    raw.problems += [problem.rename_keys(raw.user_key) for problem in problems]
+    note_unused(config, raw)
     save_interval = config.training.save_interval
     train_iters = config.training.train_iters
     if save_interval > train_iters:
-        given.note(
+        raw.note(
             "checkpoints are saved by training.save_interval_s only, and at the end",
             f"training.save_interval={save_interval} is over training.train_iters={train_iters}",
         )
     if config.shared_save is not None:
-        given.note(
+        raw.note(
             "weights go to its subfolders actor and critic",
             f"actor_rollout.save and critic.save are one folder, {config.shared_save}",
         )
 
 
-def _build(given: Given, name: str) -> Tree:
+def _build(raw: RawConfig, name: str) -> Tree:
     """Return plain values in RunConfig's shape, with derived defaults filled in."""
-    sections = given.sections
+    sections = raw.sections
     payload: Tree = {"name": name, "dry_run": sections["dry_run"]}
     payload |= {section: sections[section] for section in PLAIN_SECTIONS}
     # Keys of roles, which `training` holds as their defaults.
@@ -212,52 +205,52 @@ def _build(given: Given, name: str) -> Tree:
     payload["training"] = training
     set_default(training, run_name=name)
     set_default(training, output_dir=os.path.join("outputs", str(training["run_name"])))
-    read_entries(given.problems, "training.plugins", training, complete_plugin)
-    read_entries(given.problems, "rollout.tools", payload["rollout"], complete_tool)
-    read_entries(given.problems, "rollout.program", payload["rollout"], complete_program)
+    read_entries(raw.problems, "training.plugins", training, complete_plugin)
+    read_entries(raw.problems, "rollout.tools", payload["rollout"], complete_tool)
+    read_entries(raw.problems, "rollout.program", payload["rollout"], complete_program)
     stage = training.get("stage")
     if stage in WITHOUT_CRITIC:
         payload["critic"] = None
         if sections["critic"]:
             remedy = "remove the section critic ('~critic' on the command line)"
-            given.problems.append(Problem("training.stage", "has no critic", stage, remedy))
-    sections["ref"].setdefault("load", given.value("actor_rollout", "load"))
-    _choose_engines(given, payload)
+            raw.problems.append(Problem("training.stage", "has no critic", stage, remedy))
+    sections["ref"].setdefault("load", raw.value("actor_rollout", "load"))
+    _choose_engines(raw, payload)
     for role in CONFIGURED:
         if role.value not in payload:
-            payload[role.value] = _build_role(given, role)
+            payload[role.value] = _build_role(raw, role)
     _set_stage_defaults(training, payload["algorithm"], payload["actor_rollout"])
     _set_correction(payload)
     if any(payload["rollout"].get(name) for name in ("agent", "tools", "program")):
         set_default(payload["rollout"], slice_steps=AGENT_SLICE_STEPS)
-    _place_roles(given, payload)
-    _note_unread(given, payload)
+    place_roles(raw, payload)
+    _note_unread(raw, payload)
     return payload
 
 
-def _choose_engines(given: Given, payload: Tree) -> None:
+def _choose_engines(raw: RawConfig, payload: Tree) -> None:
     """Give the reference the actor's training engine, and an FSDP actor a rollout engine."""
-    backend = given.value("actor_rollout", "backend")
+    backend = raw.value("actor_rollout", "backend")
     if backend is None:
         return
-    given.sections["ref"].setdefault("backend", backend)
+    raw.sections["ref"].setdefault("backend", backend)
     if backend == "fsdp":
         set_default(payload["rollout"], engine="transformers")
 
 
-def _build_role(given: Given, role: Role) -> Tree:
+def _build_role(raw: RawConfig, role: Role) -> Tree:
     """Return a role's values: model < training < own, with the architecture nested."""
-    section = given.sections[role.value]
-    training = given.sections["training"]
+    section = raw.sections[role.value]
+    training = raw.sections["training"]
     if role is Role.REWARD:
         if section.get("verifier") is True:
             set_default(section, kind=RewardKind.RULE.value)
-        read_entries(given.problems, "reward.function", section, complete_function)
-        read_entries(given.problems, "reward.functions", section, complete_function)
+        read_entries(raw.problems, "reward.function", section, complete_function)
+        read_entries(raw.problems, "reward.functions", section, complete_function)
         if str(section.get("kind")) in WITHOUT_MODEL:
-            return _build_reward_without_model(given)
-    model = given.model_of(role.value)
-    architecture = _read_architecture(given, role, model)
+            return _build_reward_without_model(raw)
+    model = raw.model_of(role.value)
+    architecture = _read_architecture(raw, role, model)
     allowed = keys_of(role.value)
     layers = [architecture or {}, training]
     merged: Tree = {}
@@ -280,15 +273,15 @@ def _build_role(given: Given, role: Role) -> Tree:
     return merged
 
 
-def _build_reward_without_model(given: Given) -> Tree:
+def _build_reward_without_model(raw: RawConfig) -> Tree:
     """Return the values of a reward that runs no Megatron model, and note keys of models."""
-    section = given.sections["reward"]
-    training = given.sections["training"]
+    section = raw.sections["reward"]
+    training = raw.sections["training"]
     kind = section["kind"]
     read_keys = WITHOUT_MODEL[str(kind)]
     for key in sorted(section.keys() & keys_of("reward").keys() - {*read_keys}):
         value = format_value(section.pop(key))
-        given.note(f"no effect with reward.kind={kind}", f"reward.{key}={value}")
+        raw.note(f"no effect with reward.kind={kind}", f"reward.{key}={value}")
     if "load" in read_keys and "load" in training:
         section.setdefault("load", training["load"])
     return dict(section)
@@ -312,31 +305,31 @@ def _merge_section(
     return merged
 
 
-def _read_architecture(given: Given, role: Role, model: Any) -> Tree | None:
+def _read_architecture(raw: RawConfig, role: Role, model: Any) -> Tree | None:
     """Return the keys from the role's model, or the architecture in config.json under its `load`.
 
     Without either, reports a problem and returns None.
     """
-    models = given.sections["model"]
-    load = given.value(role.value, "load")
+    models = raw.sections["model"]
+    load = raw.value(role.value, "load")
     if model != AUTO and str(model) in models:
         return dict(models[str(model)])
     if model != AUTO:
-        key = given.written(f"{role.value}.model")
+        key = raw.user_key(f"{role.value}.model")
         guess = closest(str(model), models)
         remedy = f"did you mean {guess}?" if guess else "add it to the defaults list, or use auto"
         if model is None:
-            given.problems.append(Problem(key, "is required", None, remedy))
+            raw.problems.append(Problem(key, "is required", None, remedy))
         else:
-            given.problems.append(Problem(key, "is no loaded model", repr(model), remedy))
+            raw.problems.append(Problem(key, "is no loaded model", repr(model), remedy))
         return None
     try:
         if not isinstance(load, str):
             raise ValueError("must name a folder with config.json with model=auto; set it")
         folder = Path(os.path.expanduser(load))
-        if given.value(role.value, "backend") == "fsdp":
+        if raw.value(role.value, "backend") == "fsdp":
             return approximate_architecture(folder)
-        config = read_hf_config(folder, OF_WEIGHTS)
+        config = read_hf_config(folder, WEIGHTS_FOLDER)
         unsupported = find_unsupported(config)
         if unsupported:
             rule = "config.json must ask for a known model (field: possible, config.json)"
@@ -345,122 +338,17 @@ def _read_architecture(given: Given, role: Role, model: Any) -> Tree | None:
     except ValueError as error:
         is_missing = isinstance(load, str) and not Path(os.path.expanduser(load)).is_dir()
         kind = MissingFile if is_missing else Problem
-        key = given.written(f"{role.value}.load")
-        given.problems.append(kind(key, str(error), f"{load}", colon=True))
+        key = raw.user_key(f"{role.value}.load")
+        raw.problems.append(kind(key, str(error), f"{load}", colon=True))
         return None
 
 
-def _place_roles(given: Given, payload: Tree) -> None:
-    """Set `resource_pool`, `placement` and `pool_settings` in the payload.
-
-    A role without a placement gets the pool with its name, else the only pool. A rule needs no
-    devices and shares a pool. A reference is placed only if something reads its log-probs.
-    """
-    pools = _read_pools(given, payload)
-    roles = [role.value for role in CONFIGURED if payload[role.value] is not None]
-    chosen = dict(given.sections["placement"])
-    for name in sorted(chosen.keys() - {*roles}):
-        remedy = "remove it ('~placement.critic' on the command line)"
-        absent = Problem("placement.critic", "has no place in this stage", remedy=remedy)
-        unknown = unknown_key("placement", name, roles)
-        given.problems.append(absent if name == Role.CRITIC.value else unknown)
-        del chosen[name]
-    placement = {}
-    for role in roles:
-        shares_only_pool = len(pools) == 1 and role not in pools
-        placement[role] = next(iter(pools)) if shares_only_pool else role
-    placement |= chosen
-    if _trains_adapters(payload):
-        placement["ref"] = chosen.get("ref", placement["actor_rollout"])
-    control = payload["algorithm"].get("kl_ctrl")
-    has_penalty = not (isinstance(control, dict) and control.get("kl_coef") == 0)
-    is_dpo = payload["training"].get("stage") == Stage.RAY_ONLINE_DPO.value
-    reads_reference = has_penalty or is_dpo or payload["logging"].get("reference_kl") is True
-    if not reads_reference:
-        pool = placement.pop(Role.REF.value)
-        meaning = "no reference runs (logging.reference_kl=true keeps it, for the metric critic/kl)"
-        given.note(meaning, "algorithm.kl_ctrl.kl_coef=0")
-        if isinstance(pool, str) and pool in pools and pool not in placement.values():
-            size = format_value(pools.pop(pool))
-            given.note("not used, as no reference runs", f"resource_pool.{pool}={size}")
-    section = given.sections["resource_pool"]
-    settings = {key: section.get(key) for key in PoolSettings.model_fields}
-    payload["pool_settings"] = {key: v for key, v in settings.items() if v is not None}
-    payload |= {"resource_pool": pools, "placement": placement}
-    kinds_of_models = [kind for kind in RewardKind if kind is not RewardKind.RULE]
-    # An unknown value counts as a rule, so that no second problem is reported for it.
-    if payload["reward"].get("kind") not in (None, *kinds_of_models):
-        _place_rule(given, payload, "reward" in chosen)
-
-
-def _trains_adapters(payload: Tree) -> bool:
-    lora = payload[Role.ACTOR_ROLLOUT.value].get("lora")
-    return isinstance(lora, dict) and lora.get("rank", 0) != 0
-
-
-def _place_rule(given: Given, payload: Tree, is_placed: bool) -> None:
-    """Place a rule on the actor's pool, or on another pool if placement is disaggregated.
-
-    A placement in the YAML or a pool named `reward` has precedence. Notes a pool used by the rule
-    only.
-    """
-    pools = payload["resource_pool"]
-    placement = payload["placement"]
-    pool = placement.pop("reward")
-    if not is_placed and "reward" not in pools:
-        pool = placement["actor_rollout"]
-        is_split = payload[Role.ACTOR_ROLLOUT.value].get("num_gpus_for_infer") is not None
-        if is_split:
-            pool = placement.get("ref", placement.get("critic", pool))
-    if isinstance(pool, str) and pool in pools and pool not in placement.values():
-        meaning = "no role computes on its devices, as a rule needs none (reward.kind=rule)"
-        given.note(meaning, f"resource_pool.{pool}")
-    placement["reward"] = pool
-
-
-def _read_pools(given: Given, payload: Tree) -> dict[str, list[int]]:
-    """Return each pool's processes per node, without empty pools.
-
-    On a joined cluster a count above `device.devices_per_node` fills whole hosts.
-    """
-    pools: dict[str, list[int]] = {}
-    num_problems_before = len(given.problems)
-    runtime = payload["runtime"]
-    joins = runtime.get("kind") != "local" and choose_cluster(runtime.get("address")).address
-    per_node = payload["device"].get("devices_per_node", DeviceConfig().devices_per_node)
-    for spelled, size in given.sections["resource_pool"].items():
-        # Keys are names of the user's choice, but for dashes in those of roles.
-        underscored = str(spelled).replace("-", "_")
-        name = underscored if underscored in ROLES else str(spelled)
-        key = f"resource_pool.{name}"
-        sizes = size if isinstance(size, list) else [size]
-        if name in PoolSettings.model_fields:
-            continue
-        if not all(type(count) is int and 0 < count <= MAX_DEVICES for count in sizes):
-            rule = f"must be a number of devices from 1 to {MAX_DEVICES}, or one for each node"
-            given.problems.append(Problem(key, rule, repr(size), "use 1 or [8, 8]"))
-        elif joins and type(size) is type(per_node) is int and size > per_node > 0:
-            pools[name] = [per_node] * (size // per_node)
-            if size % per_node:
-                rule = f"must fill whole hosts of {per_node} devices"
-                remedy = f"{use(multiples_around(size, per_node))}, or give one for each host"
-                rule += f" ({ref('device.devices_per_node')})"
-                given.problems.append(Problem(key, rule, size, remedy))
-        elif sizes:
-            pools[name] = sizes
-    if not pools and len(given.problems) == num_problems_before:
-        given.problems.append(
-            Problem("resource_pool", "is required", remedy="name a pool: `main: 2`")
-        )
-    return pools
-
-
-def _note_unread(given: Given, payload: Tree) -> None:
+def _note_unread(raw: RawConfig, payload: Tree) -> None:
     """Report unknown model keys, and note keys without a reader in this run."""
-    if _trains_adapters(payload):
+    if trains_adapters(payload):
         meaning = "no effect with actor_rollout.lora, where the reference is the actor's model"
-        for key in sorted(given.sections["ref"].keys() - {"load", "model"}):
-            given.note(meaning, f"ref.{key}={format_value(given.sections['ref'][key])}")
+        for key in sorted(raw.sections["ref"].keys() - {"load", "model"}):
+            raw.note(meaning, f"ref.{key}={format_value(raw.sections['ref'][key])}")
     used_models = set()
     read_keys = {*TrainingConfig.model_fields}
     for role in CONFIGURED:
@@ -468,24 +356,24 @@ def _note_unread(given: Given, payload: Tree) -> None:
         if "model" in values:
             used_models.add(str(values["model"]))
             read_keys.update(keys_of(role.value))
-    for name, values in given.sections["model"].items():
+    for name, values in raw.sections["model"].items():
         section = f"model.{name}"
         allowed = keys_of(section)
         for key in sorted(values.keys() - allowed.keys()):
-            path = given.written(f"{section}.{key}")
-            given.problems.append(unknown_key(section, key, allowed, path))
+            path = raw.user_key(f"{section}.{key}")
+            raw.problems.append(unknown_key(section, key, allowed, path))
         if name in used_models:
-            _note_keys_without_reader(given, section, values, read_keys)
-    _note_keys_without_reader(given, "training", given.sections["training"], read_keys)
+            _note_keys_without_reader(raw, section, values, read_keys)
+    _note_keys_without_reader(raw, "training", raw.sections["training"], read_keys)
 
 
 def _note_keys_without_reader(
-    given: Given, section: str, values: Tree, read_keys: Container[str]
+    raw: RawConfig, section: str, values: Tree, read_keys: Container[str]
 ) -> None:
     for key in sorted(values.keys() & SHARED.keys()):
         if key not in read_keys:
             setting = f"{section}.{key}={format_value(values[key])}"
-            given.note("no role of this run reads it", setting)
+            raw.note("no role of this run reads it", setting)
 
 
 def _set_stage_defaults(training: Tree, algorithm: Tree, actor: Tree) -> None:
@@ -529,7 +417,7 @@ def _set_correction(payload: Tree) -> None:
         algorithm.setdefault("rollout_is_threshold", 2.0)
 
 
-def _problems_of(errors: list[ErrorDetails], given: Given) -> Iterator[Problem]:
+def _problems_of(errors: list[ErrorDetails], raw: RawConfig) -> Iterator[Problem]:
     """Yield a problem for each pydantic error, with the key as the user wrote it."""
     for error in errors:
         names = [str(name) for name in error["loc"] if name != "[key]"]
@@ -537,13 +425,13 @@ def _problems_of(errors: list[ErrorDetails], given: Given) -> Iterator[Problem]:
         if error["type"] == "value_error":  # broken rules of a section
             for problem in error["ctx"]["error"].problems:
                 yield problem.rename_keys(
-                    lambda key, section=path: given.written(f"{section}.{key}")
+                    lambda key, section=path: raw.user_key(f"{section}.{key}")
                 )
         elif error["type"] == "extra_forbidden":
             *parents, key = [name for name in names if name != "architecture"]
             section = ".".join(parents)
-            yield unknown_key(section, key, keys_of(section), given.written(path))
+            yield unknown_key(section, key, keys_of(section), raw.user_key(path))
         elif names[-1] not in ("architecture", "model"):  # a missing model is reported already
-            written = given.written(path)
+            written = raw.user_key(path)
             field = find_field(written.split("."))
             yield explain(written, error, (field and field.description) or "")

@@ -175,7 +175,7 @@ class FunctionConfig(Section):
 
     @field_validator("url", mode="before")
     @classmethod
-    def _hide_parts(cls, value: Any) -> Any:
+    def _hide_secrets(cls, value: Any) -> Any:
         return url_secret(value) if isinstance(value, str) else value
 
     def applies_to(self, data_source: str) -> bool:
@@ -219,7 +219,9 @@ class RewardConfig(RoleConfig):
         only_if="!verifier",
     )
     verifier: bool = key(
-        False, "score every prompt by algorithm.verifier_function", only_if="kind=rule; !parts"
+        False,
+        "score every prompt by algorithm.verifier_function",
+        only_if="kind=rule; !scoring_functions",
     )
     sandbox: SandboxConfig = key(SandboxConfig(), "isolation of programs that rules run")
     function: FunctionConfig | None = key(
@@ -228,9 +230,13 @@ class RewardConfig(RoleConfig):
     functions: Annotated[tuple[FunctionConfig, ...], Word] = key(
         (), "several functions; their weighted scores are added, also to the score of a model"
     )
-    model_weight: float = key(1.0, "factor of the model's score beside functions", used_if="parts")
+    model_weight: float = key(
+        1.0, "factor of the model's score beside functions", used_if="scoring_functions"
+    )
     allow_changed_function: bool = free(
-        False, "resume although the text of a function's file has changed", used_if="parts"
+        False,
+        "resume although the text of a function's file has changed",
+        used_if="scoring_functions",
     )
     agent_text: Literal["all", "last_turn"] = key(
         "all",
@@ -251,8 +257,8 @@ class RewardConfig(RoleConfig):
     )
 
     @property
-    def parts(self) -> tuple[FunctionConfig, ...]:
-        """The reward's functions, parts of its sum: `function`, else `functions`."""
+    def scoring_functions(self) -> tuple[FunctionConfig, ...]:
+        """The functions whose weighted scores make the reward: `function`, else `functions`."""
         return (self.function,) if self.function is not None else self.functions
 
     @property
@@ -260,44 +266,52 @@ class RewardConfig(RoleConfig):
         """Whether a row's data source decides by what it is scored."""
         if self.kind is not RewardKind.RULE:
             return False
-        if not self.parts:
+        if not self.scoring_functions:
             return True
         return any(
-            function.data_sources or function.function == BY_SOURCE for function in self.parts
+            function.data_sources or function.function == BY_SOURCE
+            for function in self.scoring_functions
         )
 
     @property
     def runs_code(self) -> bool:
         """Whether a rule or function scores, alone or beside a model."""
-        return self.kind is RewardKind.RULE or bool(self.parts)
+        return self.kind is RewardKind.RULE or bool(self.scoring_functions)
 
     @property
     def chooses_by_label(self) -> bool:
         """Whether a row's `reward_model.style` chooses between the model and rules."""
-        return self.kind is not RewardKind.RULE and bool(self.parts or self.rules)
+        return self.kind is not RewardKind.RULE and bool(self.scoring_functions or self.rules)
 
     @property
     def scores_by_agent(self) -> bool:
         """Whether some rule or function here is the rule `agent`."""
-        return AGENT_RULE in {*self.rules.values(), *(part.function for part in self.parts)}
+        return AGENT_RULE in self._rule_names
 
     def agent_weight(self, data_source: str) -> float:
         """Return the factor of an agent's rewards in the scores of a data source; 0 = not used."""
         of_source = self.rules.get(data_source) == AGENT_RULE
-        applying = [part for part in self.parts if part.applies_to(data_source)]
+        applying = [f for f in self.scoring_functions if f.applies_to(data_source)]
         if not applying:
             return float(of_source and self.kind is RewardKind.RULE)
         return sum(
-            part.weight
-            for part in applying
-            if part.function == AGENT_RULE or (part.function == BY_SOURCE and of_source)
+            f.weight
+            for f in applying
+            if f.function == AGENT_RULE or (f.function == BY_SOURCE and of_source)
         )
 
     @property
     def runs_programs(self) -> bool:
         """Whether some rule or function here runs programs from responses (RULES_OF_PROGRAMS)."""
-        rule_names = {*self.rules.values(), *(function.function for function in self.parts)}
-        return not RULES_OF_PROGRAMS.isdisjoint(rule_names)
+        return not RULES_OF_PROGRAMS.isdisjoint(self._rule_names)
+
+    @property
+    def _rule_names(self) -> set[str | None]:
+        """The rules that data sources and functions name, with paths of files and None (a url)."""
+        names: set[str | None] = set(self.rules.values())
+        for function in self.scoring_functions:
+            names.add(function.function)
+        return names
 
     def _broken_rules(self) -> Iterator[Problem]:
         yield from super()._broken_rules()
@@ -319,12 +333,13 @@ class RewardConfig(RoleConfig):
     def _max_programs_per_sample(self) -> int:
         """Return how many functions run programs for one sample: at most, and at least 1."""
         data_sources = {"", *self.rules}
-        for function in self.parts:
+        for function in self.scoring_functions:
             data_sources.update(function.data_sources)
         num_programs = 1
         for source in data_sources:
             num_programs = max(
-                num_programs, sum(self._runs_programs(function, source) for function in self.parts)
+                num_programs,
+                sum(self._runs_programs(function, source) for function in self.scoring_functions),
             )
         return num_programs
 

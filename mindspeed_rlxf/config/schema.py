@@ -32,17 +32,16 @@ from mindspeed_rlxf.config.roles import (
     RefConfig,
     RoleConfig,
 )
+from mindspeed_rlxf.config.rollout_section import RolloutConfig, VllmConfig
 from mindspeed_rlxf.config.sections import (
     DataConfig,
     DeviceConfig,
     LoggingConfig,
     PlanConfig,
     PoolSettings,
-    RolloutConfig,
     RuntimeConfig,
     TrainingConfig,
     ValidationConfig,
-    VllmConfig,
 )
 
 __all__ = [
@@ -125,7 +124,7 @@ class RunConfig(Section):
         """
         if self.rollout.lead is not None:
             return self.rollout.lead
-        return min(self.rollout.max_staleness, 1) if self.parts else 0
+        return min(self.rollout.max_staleness, 1) if self.train_rollout_split else 0
 
     @property
     def roles(self) -> list[Role]:
@@ -306,13 +305,13 @@ class RunConfig(Section):
         """
         processes = self.resource_pool[self.placement[role]]
         trains = role is Role.ACTOR_ROLLOUT or (role is Role.REF and self.shares_reference)
-        if trains and self.parts:
-            return count_per_node(processes, 0, self.parts[0])
+        if trains and self.train_rollout_split:
+            return count_per_node(processes, 0, self.train_rollout_split[0])
         return processes
 
     @property
-    def parts(self) -> tuple[int, int] | None:
-        """Ranks in the actor's pool for (training, generation) in disaggregated placement.
+    def train_rollout_split(self) -> tuple[int, int] | None:
+        """Ranks of the actor's pool for (training, generation) in disaggregated placement: (6, 2).
 
         None if all ranks do both, or only one key is set.
         """
@@ -349,11 +348,14 @@ class RunConfig(Section):
 
         `rollout`'s if set; else 1 in disaggregated placement, and otherwise the actor's.
         """
-        usual = 1 if self.parts else self.actor_rollout.expert_model_parallel_size
+        usual = 1 if self.train_rollout_split else self.actor_rollout.expert_model_parallel_size
         return self.rollout.expert_model_parallel_size or usual
 
     @property
     def rollout_layout(self) -> ParallelLayout:
         """Generating ranks in their layout, with `rollout_tp` and no pipeline parallelism."""
-        generating = self.parts[1] if self.parts else self.layout(Role.ACTOR_ROLLOUT).world_size
+        if self.train_rollout_split is not None:
+            _, generating = self.train_rollout_split
+        else:
+            generating = self.layout(Role.ACTOR_ROLLOUT).world_size
         return ParallelLayout(generating, self.rollout_tp)

@@ -1,20 +1,12 @@
-"""Rules between sections and about this host; `Section._broken_rules` has those within a section.
+"""Rules between sections; `Section._broken_rules` has those within one, `host_rules` the host's."""
 
-Only processes on this host are checked here. In a joined Ray cluster the runtime counts devices
-later and compares each node's packages.
-"""
-
-import os
 from collections.abc import Iterator
-from math import gcd, lcm, prod
+from math import gcd
 
-from packaging.version import Version
-
-from mindspeed_rlxf.config import packages
 from mindspeed_rlxf.config.agent_rules import check_agents
-from mindspeed_rlxf.config.architecture import SHARED_GROUPS_SINCE, find_uneven
+from mindspeed_rlxf.config.architecture import find_uneven
+from mindspeed_rlxf.config.batch_rules import MINI_BATCHES, SAMPLES, TITLES, check_batches
 from mindspeed_rlxf.config.enums import (
-    DeviceKind,
     KlPenalty,
     LossNormalizer,
     RewardKind,
@@ -35,22 +27,9 @@ from mindspeed_rlxf.config.problems import (
     use,
 )
 from mindspeed_rlxf.config.rank_layout import count_per_node
-from mindspeed_rlxf.config.schema import LearningConfig, RoleConfig, RunConfig
+from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
 from mindspeed_rlxf.config.staleness_rules import check_staleness
 
-GIB = 1024**3
-PROCESS_BYTES = GIB // 2
-"""One worker process's memory before its model: interpreter, torch, Megatron."""
-
-TITLES = {
-    Role.ACTOR_ROLLOUT: "the actor",
-    Role.REF: "the reference",
-    Role.CRITIC: "the critic",
-    Role.REWARD: "the reward model",
-}
-MINI_BATCHES = {Role.ACTOR_ROLLOUT: "ppo_mini_batch_size", Role.CRITIC: "critic_mini_batch_size"}
-BATCH = "training.global_batch_size"
-SAMPLES = "actor_rollout.n_samples_per_prompt"
 ESTIMATOR = "algorithm.adv_estimator"
 STAGE = "training.stage"
 MAX_NEW = "actor_rollout.max_new_tokens"
@@ -67,7 +46,9 @@ ACTOR_EP = "actor_rollout.expert_model_parallel_size"
 def check_sections(config: RunConfig) -> Iterator[Problem]:
     """Yield a problem for each broken rule between sections. Does not look at the host."""
     # The later rules divide by the parallel sizes, so they wait until these are legal.
-    size_problems = [*_check_pools(config)] or [*_check_replicas(config)]
+    size_problems = list(_check_pools(config))
+    if not size_problems:
+        size_problems = list(_check_replicas(config))
     yield from size_problems
     prompt = config.actor_rollout.max_prompt_length
     response = config.actor_rollout.max_new_tokens
@@ -89,7 +70,7 @@ def check_sections(config: RunConfig) -> Iterator[Problem]:
         if config.role(role).architecture is not None:  # the reward may be a rule
             yield from _check_model(config, role, forms_replicas=not size_problems)
     if not size_problems:
-        yield from _check_batches(config)
+        yield from check_batches(config)
 
 
 def _check_pools(config: RunConfig) -> Iterator[Problem]:
@@ -117,7 +98,7 @@ def _check_replicas(config: RunConfig) -> Iterator[Problem]:
         replica_size = tp * cp * pp
         if num_processes % replica_size == 0:
             continue
-        is_split = role is Role.ACTOR_ROLLOUT and config.parts
+        is_split = role is Role.ACTOR_ROLLOUT and config.train_rollout_split
         key = TRAIN if is_split else f"resource_pool.{config.placement[role]}"
         sizes = f"TP {tp}" + (f" x CP {cp}" if cp > 1 else "") + f" x PP {pp}"
         rule = f"must be a multiple of {sizes} = {replica_size} of {TITLES[role]}"
@@ -191,9 +172,10 @@ def _check_backends(config: RunConfig) -> Iterator[Problem]:
     if actor.backend == "fsdp" and config.rollout.engine == "native":
         rule = f"computes with Megatron, and {ref('actor_rollout.backend')} is fsdp"
         yield Problem("rollout.engine", rule, "native", "use transformers")
-    elif actor.backend == "fsdp" and config.parts:
+    elif actor.backend == "fsdp" and config.train_rollout_split:
         rule = f"needs {ref('actor_rollout.backend')}=megatron"
-        yield Problem(INFER, rule, config.parts[1], "remove it: all ranks train and generate")
+        remedy = "remove it: all ranks train and generate"
+        yield Problem(INFER, rule, config.actor_rollout.num_gpus_for_infer, remedy)
 
 
 def _check_split(config: RunConfig) -> Iterator[Problem]:
@@ -260,9 +242,9 @@ def _check_nodes_of_replicas(config: RunConfig) -> Iterator[Problem]:
     tp = config.rollout_tp
     num_per_node = config.resource_pool[config.placement[Role.ACTOR_ROLLOUT]]
     may_span_nodes = config.pool_settings.tensor_parallel_spans_nodes and not config.runs_vllm
-    as_in_training = not config.parts and not config.runs_vllm  # see `_check_model`
-    if config.parts:
-        num_per_node = count_per_node(num_per_node, *config.parts)
+    as_in_training = not config.train_rollout_split and not config.runs_vllm  # see `_check_model`
+    if config.train_rollout_split:
+        num_per_node = count_per_node(num_per_node, *config.train_rollout_split)
     forms_replicas = sum(num_per_node) % tp == 0  # other rules say so if not
     if may_span_nodes or as_in_training or not forms_replicas:
         return
@@ -286,7 +268,7 @@ def _check_vllm(config: RunConfig) -> Iterator[Problem]:
     actor = config.actor_rollout
     tp = config.rollout_tp
     num_devices = config.layout(Role.ACTOR_ROLLOUT).world_size
-    if not config.parts and num_devices % tp:
+    if not config.train_rollout_split and num_devices % tp:
         rule = f"must divide the actor's {num_devices} devices"
         yield Problem("rollout.vllm.tensor_parallel_size", rule, tp, use(divisors(num_devices)))
     if actor.lora.rank > LORA_RANKS[-1]:
@@ -310,92 +292,6 @@ def _check_experts(key: str, ep: int, section: RoleConfig, dp: int | None) -> It
         yield Problem(key, f"must divide the data-parallel size {dp}", ep, remedy)
 
 
-def _check_batches(config: RunConfig) -> Iterator[Problem]:
-    """Yield problems with batch sizes. Each role's processes must form whole replicas."""
-    num_prompts = config.training.global_batch_size
-    per_prompt = config.actor_rollout.n_samples_per_prompt
-    times = f"x {ref(SAMPLES)}={per_prompt} " if per_prompt > 1 else ""
-    units: dict[str, int] = {}  # rule -> number that divides a legal number of prompts
-    for role in config.roles:
-        if config.role(role).architecture is None:
-            continue  # ranks of rules and of classifiers may score a row again
-        factors = _factors(config, role)
-        if role is Role.ACTOR_ROLLOUT and config.compares_pairs:
-            factors["2 responses of a pair"] = 2
-        num_samples = prod(factors.values())  # that the role takes at a time
-        rule = f"{times}must be a multiple of {TITLES[role]}'s {' x '.join(factors)}"
-        units[rule] = num_samples // gcd(num_samples, per_prompt)
-    if config.samples_together > 1:
-        comparing_role = Role.ACTOR_ROLLOUT if config.critic is None else Role.CRITIC
-        dp = config.layout(comparing_role).dp
-        rule = f"must be a multiple of {TITLES[comparing_role]}'s data-parallel size {dp}"
-        units[f"{rule}, whose ranks compare responses"] = dp
-    if config.algorithm.estimator.reads_greedy:
-        dp = config.layout(Role.REWARD).dp
-        rule = f"must be a multiple of the reward's data-parallel size {dp}"
-        units[f"{rule}, which scores greedy responses too"] = dp
-    broken_rules = [rule for rule, unit in units.items() if num_prompts % unit]
-    if broken_rules:
-        remedy = use(multiples_around(num_prompts, lcm(*units.values())))
-        strictest_rule = max(broken_rules, key=units.__getitem__)
-        yield Problem(BATCH, strictest_rule, num_prompts, remedy)
-        return  # a mini-batch is judged by a legal batch
-    for role in MINI_BATCHES:
-        if role in config.roles:
-            yield from _check_mini_batch(config, role)
-
-
-def _factors(config: RunConfig, role: Role) -> dict[str, int]:
-    # Text -> number; a batch must be a multiple of their product.
-    section = config.role(role)
-    dp = config.layout(role).dp
-    factors = {f"data-parallel size {dp}": dp}
-    # Only trained roles have to fill a virtual pipeline; a frozen role pads it.
-    if isinstance(section, LearningConfig):
-        num_stages = section.micro_batch_multiple
-        if num_stages > 1:
-            factors[f"{num_stages} stages of its virtual pipeline"] = num_stages
-    return factors
-
-
-def _check_mini_batch(config: RunConfig, role: Role) -> Iterator[Problem]:
-    """Yield at most one problem with the actor's or critic's mini-batches."""
-    section = config.role(role)
-    key = f"{role.value}.{MINI_BATCHES[role]}"
-    micro_key = f"{role.value}.micro_batch_size"
-    mini_batch_size: int = getattr(section, MINI_BATCHES[role])
-    by_tokens = section.max_tokens_per_micro_batch is not None
-    micro_batch_size = 1 if by_tokens else section.micro_batch_size
-    # Samples that stay in one micro-batch: a pair in online DPO.
-    samples_together = 2 if role is Role.ACTOR_ROLLOUT and config.compares_pairs else 1
-    if micro_batch_size % samples_together:  # `_check_pairs` reports it
-        return
-    factors = _factors(config, role)
-    width = prod(factors.values())  # micro-batches at a time, over replicas and pipeline stages
-    num_samples = config.samples_per_iteration
-    legal_sizes = [n for n in divisors(num_samples) if n % (width * samples_together) == 0]
-    sizes_for_micro = [n for n in legal_sizes if n % (width * micro_batch_size) == 0]
-    nearest_size = min(legal_sizes, key=lambda n: abs(n - mini_batch_size))
-    legal_micros = [n for n in divisors(nearest_size // width) if n % samples_together == 0]
-    nearest_micro = min(legal_micros, key=lambda n: abs(n - micro_batch_size))
-    # The micro-batch size does not change the result of a run, so it is changed first.
-    if mini_batch_size in legal_sizes:
-        remedy = f"use {ref(micro_key)}={nearest_micro}"
-    elif sizes_for_micro:
-        remedy = use(neighbours(mini_batch_size, sizes_for_micro))
-    else:
-        remedy = f"use {nearest_size} with {ref(micro_key)}={nearest_micro}"
-    if num_samples % mini_batch_size:
-        rule = f"must divide the {num_samples} samples ({ref(BATCH)} x {ref(SAMPLES)})"
-        yield Problem(key, rule, mini_batch_size, remedy)
-    elif mini_batch_size % (width * micro_batch_size):
-        names = [*factors]
-        if not by_tokens:
-            names.append(f"{ref(micro_key)}={micro_batch_size}")
-        rule = f"must be a multiple of {width * micro_batch_size} ({' x '.join(names)})"
-        yield Problem(key, rule, mini_batch_size, remedy)
-
-
 def _check_stage(config: RunConfig) -> Iterator[Problem]:
     """Yield broken rules between stage, estimator, rewards and samples."""
     algorithm = config.algorithm
@@ -409,7 +305,7 @@ def _check_stage(config: RunConfig) -> Iterator[Problem]:
         rule = f"vocab_size={ref_vocab} must be the actor's {actor_vocab}, whose tokens it scores"
         yield Problem("ref", rule, remedy="use the folder and model of the actor", colon=True)
     iterations = config.training.train_iters
-    limit = f"{iterations - 1}, as the actor learns after it ({ref('training.train_iters')})"
+    limit = f"{iterations - 1}, as the actor is trained after it ({ref('training.train_iters')})"
     yield from at_most("critic.warmup_iters", config.warmup_iters, limit, iterations - 1)
     limit = f"{ref(MAX_NEW)}={actor.max_new_tokens}"
     yield from at_most(
@@ -499,85 +395,3 @@ def _check_estimator(config: RunConfig) -> Iterator[Problem]:
         if actor_size != ref_size:
             rule = f"must be the actor's {actor_size} with {ref(PENALTY)}=full"
             yield Problem(f"ref.{key}", rule, ref_size, f"use {actor_size}, or low_var_kl")
-
-
-def check_host(config: RunConfig) -> list[Problem]:
-    """Return the problems with running on this host: `check_launch`, `check_devices`."""
-    return [*check_launch(config), *check_devices(config)]
-
-
-def check_launch(config: RunConfig) -> list[Problem]:
-    """Return problems with the number of processes, the Ray resource and the kind of device."""
-    from mindspeed_rlxf import device
-
-    problems: list[Problem] = []
-    kind = device.resolve_kind(config.device.kind)
-    has_experts = config.actor_rollout.architecture.num_experts is not None
-    if config.runs_vllm and has_experts and kind is DeviceKind.NPU:
-        rule = "has not run with experts on NPU, whose weights vllm-ascend 0.23 transposes as it "
-        rule += "wakes"
-        problems.append(Problem("rollout.engine", rule, "vllm", "use native"))
-    if config.runtime.kind == "local":
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        rule = f"must equal the {world_size} processes of this run with {ref('runtime.kind')}=local"
-        for pool, num_per_node in config.resource_pool.items():
-            size = sum(num_per_node)
-            if size != world_size:
-                remedy = f"use {world_size}, or torchrun --nproc-per-node {size}"
-                problems.append(Problem(f"resource_pool.{pool}", rule, size, remedy))
-        return problems
-    name = config.device.resource_name
-    expected_name = device.facts(kind).ray_resource
-    if kind is not DeviceKind.CPU and name not in (None, expected_name):
-        rule = f"must be {expected_name} with {ref('device.kind')}={kind.value}"
-        problems.append(Problem("device.resource_name", rule, name, "remove it"))
-    return problems
-
-
-def check_devices(config: RunConfig) -> list[Problem]:
-    """Return what this host lacks: a newer megatron-core, CANN, devices, or memory."""
-    from mindspeed_rlxf import device
-
-    problems = [*_check_shared_groups(config)]
-    if config.joins_cluster:
-        return problems  # the runtime counts devices of other hosts
-    sizes = {pool: sum(num_per_node) for pool, num_per_node in config.resource_pool.items()}
-    is_local = config.runtime.kind == "local"
-    num_needed = max(sizes.values()) if is_local else sum(sizes.values())
-    kind = device.resolve_kind(config.device.kind)
-    unit = f"{kind.value} devices"
-    try:
-        num_present = device.device_count(kind)
-    except ValueError as error:
-        return [*problems, Problem("", str(error))]
-    if kind is DeviceKind.CPU:
-        unit = "processes of 0.5 GiB"
-        num_present = device.host_memory() // PROCESS_BYTES
-    if num_present is not None and num_needed > num_present:
-        pools = ", ".join(f"{pool}={size}" for pool, size in sizes.items())
-        rule = f"({pools}) needs {num_needed} {unit} and this host has {num_present}"
-        remedy = "use fewer, put roles on one pool, or join a cluster with runtime.address"
-        problems.append(Problem("resource_pool", rule, remedy=remedy))
-    return problems
-
-
-def _check_shared_groups(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each TP size above its model's key-value groups."""
-    tp_sizes: list[tuple[str, int, RoleConfig]] = []
-    for role in config.roles:
-        section = config.role(role)
-        if section.architecture is not None:
-            key = f"{role.value}.tensor_model_parallel_size"
-            tp_sizes.append((key, section.tensor_model_parallel_size, section))
-    if config.rollout_tp != config.actor_rollout.tensor_model_parallel_size:
-        tp_sizes.append((ROLLOUT_TP, config.rollout_tp, config.actor_rollout))
-    sharing = [(key, tp, s) for key, tp, s in tp_sizes if tp > s.architecture.kv_heads]
-    megatron_version = packages.version(packages.MEGATRON) if sharing else None
-    if megatron_version is None or Version(megatron_version).release >= SHARED_GROUPS_SINCE:
-        return
-    since = ".".join(map(str, SHARED_GROUPS_SINCE))
-    for key, tp, section in sharing:
-        num_groups = section.architecture.kv_heads
-        name = f"model.{section.model}.num_query_groups"
-        rule = f"must be at most {ref(name)}={num_groups} with megatron-core {megatron_version}"
-        yield Problem(key, rule, tp, f"use {num_groups} or less, or megatron-core {since}")

@@ -8,7 +8,7 @@ from mindspeed_rlxf.config.schema import RunConfig
 
 STALENESS = "rollout.max_staleness"
 THRESHOLD = "algorithm.rollout_is_threshold"
-WHOLE_RESPONSES = ("vllm", "transformers")
+WHOLE_RESPONSES = ("transformers",)
 """Engines that cannot stop after a number of decode steps, so each call ends every response."""
 
 
@@ -42,7 +42,7 @@ def _check_engine(config: RunConfig) -> Iterator[Problem]:
     if staleness > 1:
         remedy = f"use 1 in disaggregated placement, or {ref('rollout.engine')}=native"
         yield Problem(STALENESS, f"must be at most 1 with {condition}", staleness, remedy)
-    elif config.parts is None:
+    elif config.train_rollout_split is None:
         rule = f"needs disaggregated placement with {condition}"
         remedy = "set actor_rollout.num_gpus_for_train and num_gpus_for_infer, or use 0"
         yield Problem(STALENESS, rule, staleness, remedy)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_rlxf.config.fields import Section, extra_of
-from mindspeed_rlxf.config.keys import Given
 from mindspeed_rlxf.config.problems import Problem, format_value
+from mindspeed_rlxf.config.raw_config import RawConfig
 from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
 
 CONDITION = re.compile(r"(!?)([\w.]+)(!?=|>|)(.*)")
@@ -32,7 +32,7 @@ TEXTS = {
     "saves_during_training": "a save before the last iteration",
     "reads_reward_rules": "a rule that scores in training or validation",
     "counts_failures": "functions beside the reward model, or agents",
-    "parts": "reward.functions",
+    "scoring_functions": "reward.functions",
     "architecture.num_experts": "num_experts in its model",
     "compares_responses": "an algorithm.adv_estimator that compares responses, as grpo or rloo",
     "runs_vllm": "rollout.engine=vllm",
@@ -47,8 +47,8 @@ TEXTS = {
 """Conditions on properties unknown to users -> what the run lacks."""
 
 
-def note_unused(config: RunConfig, given: Given) -> None:
-    """Add notes and problems about unused keys to `given`.
+def note_unused(config: RunConfig, raw: RawConfig) -> None:
+    """Add notes and problems about unused keys to `raw`.
 
     A key shared by several roles is unused if no role uses it. Keys from a model's config.json
     (`model: auto`) are left out.
@@ -57,10 +57,10 @@ def note_unused(config: RunConfig, given: Given) -> None:
     used_keys = set()
     for _, path, name, failed in fields:
         if failed is None:
-            used_keys.add(given.written(f"{path}{name}"))
+            used_keys.add(raw.user_key(f"{path}{name}"))
     for section, path, name, failed in fields:
         value = getattr(section, name)
-        key = given.written(f"{path}{name}")
+        key = raw.user_key(f"{path}{name}")
         is_default = value == type(section).model_fields[name].default
         if failed is None or key in used_keys or is_default or key.startswith("model.auto."):
             continue
@@ -70,9 +70,9 @@ def note_unused(config: RunConfig, given: Given) -> None:
         text = f"no effect with {text[1:]}" if text[0] == "!" else f"no effect without {text}"
         if kind == "only_if":
             remedy = "remove one of them" if condition[0] == "!" else "remove it, or set that"
-            given.problems.append(Problem(key, f"has {text}", plain, remedy))
+            raw.problems.append(Problem(key, f"has {text}", plain, remedy))
         else:
-            given.note(text, f"{key}={format_value(plain)}")
+            raw.note(text, f"{key}={format_value(plain)}")
 
 
 def idle_keys(config: RunConfig) -> set[str]:

@@ -39,15 +39,15 @@ class Rows:
                 selected[column_field.name] = [column[i] for i in indices]
         return type(self)(**selected)
 
-    def split(self: R, num_parts: int) -> list[R]:
-        """Split into consecutive parts whose sizes differ by at most one; parts may be empty."""
-        bounds = [i * self.num_rows // num_parts for i in range(num_parts + 1)]
+    def split(self: R, num_batches: int) -> list[R]:
+        """Split into consecutive batches whose sizes differ by at most one; some may be empty."""
+        bounds = [i * self.num_rows // num_batches for i in range(num_batches + 1)]
         return [self.select(range(start, stop)) for start, stop in pairwise(bounds)]
 
     @classmethod
     def concat(cls: type[R], batches: Sequence[R]) -> R:
         """Concatenate at least one batch, zero-padding narrower 2-D tensors on the right."""
-        assert batches, "Rows.concat needs at least one part"
+        assert batches, "Rows.concat needs at least one batch"
         if len(batches) == 1:
             return batches[0]
         joined: dict[str, Any] = {}

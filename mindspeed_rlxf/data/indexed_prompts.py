@@ -22,7 +22,7 @@ from mindspeed_rlxf.data.decoding import decode, decode_without_special
 from mindspeed_rlxf.data.files import FileProblems, fault, without_nan
 from mindspeed_rlxf.data.handlers import LABELS
 from mindspeed_rlxf.data.prompt_store import Labels, Prompt, PromptStore
-from mindspeed_rlxf.data.prompts import LengthLimit, read_labels
+from mindspeed_rlxf.data.prompts import LengthLimit
 from mindspeed_rlxf.data.sidecar import (
     MASK,
     TOKEN_IDS,
@@ -32,6 +32,7 @@ from mindspeed_rlxf.data.sidecar import (
     read_sidecar,
     sidecar_path,
 )
+from mindspeed_rlxf.data.text_rows import read_labels
 from mindspeed_rlxf.data.tokenizer import KEY, vocabulary_hash
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def load_indexed_prompts(
         try:
             data_set = _DataSet(prefix, tokenizer, data)
             data_set.read_prompts(prompts, max_prompt_length)
-            prompts.end_part()
+            prompts.end_file()
             stop_ids.update(data_set.sidecar.stop_token_ids if data_set.sidecar else ())
         except UserError as error:
             problems += error.problems

@@ -49,14 +49,14 @@ def rank_steps(
     costs: Sequence[float] | None = None,
     group_size: int = 1,
 ) -> list[RankSteps]:
-    """Split each epoch into mini-batches, and each mini-batch into equal parts for the ranks.
+    """Split each epoch into mini-batches, and each mini-batch into equal shares of the ranks.
 
     Args:
         orders: [epochs][samples].
         mini_batch_size: divides the sample count, and is a multiple of num_ranks * group_size
             (asserted).
         num_ranks: data-parallel size.
-        costs: per sample, for parts with nearly equal cost; None = consecutive parts.
+        costs: per sample, to make the shares of nearly equal cost; None = consecutive samples.
         group_size: consecutive samples kept on one rank.
 
     Returns:
@@ -73,8 +73,8 @@ def rank_steps(
                 mini_batches.append(np.reshape(samples, (num_ranks, -1)).tolist())
             else:
                 groups = np.reshape(samples, (-1, group_size))
-                partition = equal_parts(np.asarray(costs)[groups].sum(1), num_ranks)
-                mini_batches.append([groups[indices].flatten().tolist() for indices in partition])
+                partitions = balanced_partitions(np.asarray(costs)[groups].sum(1), num_ranks)
+                mini_batches.append([groups[indices].flatten().tolist() for indices in partitions])
     ranks = []
     for rank in range(num_ranks):
         rows = sorted(set().union(*(mini_batch[rank] for mini_batch in mini_batches)))
@@ -107,57 +107,61 @@ def sample_flops(a: ArchitectureConfig, tokens: int, outputs: int) -> int:
     return a.num_layers * layer + 2 * outputs * a.hidden_size * a.vocab_size
 
 
-def equal_parts(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Divide items into parts with equal counts and nearly equal total cost.
+def balanced_partitions(costs: Sequence[float], num_partitions: int) -> list[list[int]]:
+    """Divide items into partitions with equal counts and nearly equal total cost.
 
-    Assigns the most expensive item first, each to the cheapest part with room. Then swaps items
-    between the most expensive part and others while that makes it cheaper. Items with equal cost
-    go to the parts in their order, so neighbours, which one rank has made, mostly stay together.
+    Assigns the most expensive item first, each to the cheapest partition with room. Then swaps
+    items between the most expensive partition and others while that makes it cheaper. Items with
+    equal cost go to the partitions in their order, so neighbours, which one rank has made, mostly
+    stay together: [9, 1, 5, 5, 1, 9] in 3 partitions gives [[0, 1], [2, 3], [4, 5]].
 
     Args:
-        costs: [items], a multiple of num_parts (asserted).
-        num_parts: how many parts.
+        costs: [items], a multiple of num_partitions (asserted).
+        num_partitions: how many.
 
     Returns:
-        Each part's indices, ascending; parts are ordered by their first index.
+        Each partition's indices, ascending; partitions are ordered by their first index.
     """
-    size, rest = divmod(len(costs), num_parts)
-    assert rest == 0, f"{len(costs)} items do not make {num_parts} equal parts"
-    filled = fill_cheapest(costs, num_parts, size)
-    items = np.array(filled, dtype=np.int64).reshape(num_parts, size)
+    size, rest = divmod(len(costs), num_partitions)
+    assert rest == 0, f"{len(costs)} items do not make {num_partitions} equal partitions"
+    filled = fill_cheapest(costs, num_partitions, size)
+    items = np.array(filled, dtype=np.int64).reshape(num_partitions, size)
     exact_costs = np.asarray(costs, dtype=np.float64)
     _swap_items(items, exact_costs[items])
-    part_of_item = np.empty(len(exact_costs), dtype=np.int64)
-    part_of_item[items] = np.arange(num_parts)[:, None]
-    # Items of equal cost are interchangeable: deal their parts to them in ascending order.
+    partition_of_item = np.empty(len(exact_costs), dtype=np.int64)
+    partition_of_item[items] = np.arange(num_partitions)[:, None]
+    # Items of equal cost are interchangeable: deal their partitions to them in ascending order.
     by_cost_then_item = np.argsort(exact_costs, kind="stable")
-    by_cost_then_part = np.lexsort((part_of_item, exact_costs))
-    part_of_item[by_cost_then_item] = part_of_item[by_cost_then_part]
-    by_part = np.argsort(part_of_item, kind="stable").reshape(num_parts, size)
-    return sorted(by_part.tolist())
+    by_cost_then_partition = np.lexsort((partition_of_item, exact_costs))
+    partition_of_item[by_cost_then_item] = partition_of_item[by_cost_then_partition]
+    by_partition = np.argsort(partition_of_item, kind="stable").reshape(num_partitions, size)
+    return sorted(by_partition.tolist())
 
 
-def fill_cheapest(costs: Sequence[float], num_parts: int, part_size: int) -> list[list[int]]:
-    """Assign the most expensive item first, each to the cheapest part with room.
+def fill_cheapest(
+    costs: Sequence[float], num_partitions: int, partition_size: int
+) -> list[list[int]]:
+    """Assign the most expensive item first, each to the cheapest partition with room.
 
-    A part has room for `part_size` items. Returns each part's indices in the order of assignment.
+    A partition has room for `partition_size` items. Returns each partition's indices in the order
+    of assignment.
     """
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    open_parts = [(0.0, number) for number in range(num_parts)]
+    partitions: list[list[int]] = [[] for _ in range(num_partitions)]
+    open_partitions = [(0.0, number) for number in range(num_partitions)]
     for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
-        total, number = heapq.heappop(open_parts)
-        parts[number].append(item)
-        if len(parts[number]) < part_size:
-            heapq.heappush(open_parts, (total + costs[item], number))
-    return parts
+        total, number = heapq.heappop(open_partitions)
+        partitions[number].append(item)
+        if len(partitions[number]) < partition_size:
+            heapq.heappush(open_partitions, (total + costs[item], number))
+    return partitions
 
 
 def _swap_items(items: np.ndarray, costs: np.ndarray) -> None:
-    """Swap items between the most expensive part and cheaper parts, one pair at a time.
+    """Swap items between the most expensive partition and cheaper ones, one pair at a time.
 
-    Each time, takes the cheapest other part with a swap lowering the larger sum by more than 0.1%
-    of the mean part, and the pair lowering it most; stops when no part has one. Changes items and
-    costs, both [parts, size], in place.
+    Each time, takes the cheapest other partition with a swap lowering the larger sum by more than
+    0.1% of the mean partition, and the pair lowering it most; stops when no partition has one.
+    Changes items and costs, both [partitions, size], in place.
     """
     totals = costs.sum(1)
     min_gain = 1e-3 * totals.mean()

@@ -70,14 +70,14 @@ class PromptStore(Sequence[Prompt]):
         self._file = tempfile.TemporaryFile(prefix="rlxf-prompts-")  # noqa: SIM115
 
     def add(self, text: str, token_ids: Sequence[int], labels: Labels) -> None:
-        """Append a prompt, readable after the next `end_part`."""
+        """Append a prompt, readable after the next `end_file`."""
         fields = [text, list(token_ids), *astuple(labels)]
         record = json.dumps(fields, default=as_text).encode("ascii")
         self._file.write(record)
         self._ends.append(self._ends[-1] + len(record))
 
-    def end_part(self) -> None:
-        """Flush, and mark the end of a file or data set for `sizes`."""
+    def end_file(self) -> None:
+        """Flush, and mark the end of a data file (or an indexed data set) for `sizes`."""
         self._file.flush()
         self._file_ends.append(len(self))
 

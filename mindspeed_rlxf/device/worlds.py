@@ -1,9 +1,9 @@
 """A process's torch.distributed world, and the group connecting a disaggregated pool's worlds.
 
-Each part of a disaggregated pool forms a world with ranks counted from 0; Megatron sees only these.
-One more group sends weights from the first part to the others: it has the pool's first rank and
-all ranks in the other parts. torch makes groups only inside a world, so this one is made by the
-function `init_process_group` calls.
+Each sub-pool of a disaggregated pool forms a world with ranks counted from 0; Megatron sees only
+these. One more group sends weights from the first sub-pool to the others: it has the pool's first
+rank and all ranks in the other sub-pools. torch makes groups only inside a world, so this one is
+made by the function `init_process_group` calls.
 """
 
 import math
@@ -51,42 +51,46 @@ def open_store(
     return store, port
 
 
-def part_rank(rank: int, parts: Sequence[int]) -> tuple[int, int]:
-    """Return (part index, rank within the part) for a pool rank. parts: sizes."""
-    for part, end in enumerate(accumulate(parts)):
+def subpool_rank(rank: int, subpool_sizes: Sequence[int]) -> tuple[int, int]:
+    """Return (sub-pool index, rank in the sub-pool) of a pool rank: 6 of (4, 4) is (1, 2)."""
+    for subpool, end in enumerate(accumulate(subpool_sizes)):
         if rank < end:
-            return part, rank - (end - parts[part])
-    raise AssertionError(f"rank {rank} is beyond the parts {tuple(parts)}")
+            return subpool, rank - (end - subpool_sizes[subpool])
+    raise AssertionError(f"rank {rank} is beyond the sub-pools {tuple(subpool_sizes)}")
 
 
 def join(
-    backend: str, store: dist.Store, rank: int, parts: Sequence[int], timeout: timedelta
+    backend: str,
+    store: dist.Store,
+    rank: int,
+    subpool_sizes: Sequence[int],
+    timeout: timedelta,
 ) -> None:
-    """Initialize torch.distributed with this rank's part as the world.
+    """Initialize torch.distributed with this rank's sub-pool as the world.
 
-    In a pool with several parts, also create `weights_group`. With gloo it blocks until every
+    In a pool with several sub-pools, also create `weights_group`. With gloo it blocks until every
     member has called it; NCCL and HCCL connect at the first collective.
 
     Args:
         backend: torch.distributed backend.
         store: Rendezvous store shared by the pool.
         rank: Rank within the pool.
-        parts: Ranks per part, in rank order.
+        subpool_sizes: Ranks of each sub-pool, in rank order; one entry is the whole pool.
         timeout: For these groups; `timeout_minutes` returns it for later groups.
     """
     global _weights_group, _timeout
     _timeout = timeout
-    part, own_rank = part_rank(rank, parts)
+    subpool, rank_in_subpool = subpool_rank(rank, subpool_sizes)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(f"part{part}", store),
-        rank=own_rank,
-        world_size=parts[part],
+        store=dist.PrefixStore(f"subpool{subpool}", store),
+        rank=rank_in_subpool,
+        world_size=subpool_sizes[subpool],
         timeout=timeout,
     )
-    if len(parts) > 1 and (part > 0 or rank == 0):
-        group_rank = max(0, rank - parts[0] + 1)
-        size = 1 + sum(parts[1:])
+    if len(subpool_sizes) > 1 and (subpool > 0 or rank == 0):
+        group_rank = max(0, rank - subpool_sizes[0] + 1)
+        size = 1 + sum(subpool_sizes[1:])
         _weights_group = _group_across(backend, store, group_rank, size, timeout)
 
 
@@ -96,8 +100,8 @@ def _group_across(
     """Make a group spanning several worlds; `src` in it is a rank within this group."""
     make: Any = distributed_c10d._new_process_group_helper
     # Without a list of ranks HCCL treats the group as the default one. torch looks up the rank of
-    # this process within its part in the list, which has it: the list has all numbers up to the
-    # number of ranks in the other parts.
+    # this process within its sub-pool in the list, which has it: the list has all numbers up to the
+    # number of ranks in the other sub-pools.
     ranks = list(range(size))
     pool = dist.PrefixStore("pool", store)
     group, _ = make(size, rank, ranks, backend, pool, group_name="pool", timeout=timeout)
@@ -129,7 +133,7 @@ def set_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def weights_group() -> dist.ProcessGroup | None:
-    """Return the group with a disaggregated pool's first rank (rank 0) and the other parts.
+    """Return the group with a disaggregated pool's first rank (rank 0) and the other sub-pools.
 
     None = this rank is not in it, or the pool is not split.
     """

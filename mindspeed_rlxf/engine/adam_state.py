@@ -1,6 +1,6 @@
-"""Find and create each parameter's Adam tensors (slots), in any Megatron optimizer.
+"""Find and create each parameter's optimizer states, in any Megatron optimizer.
 
-With the distributed optimizer a data-parallel rank has a flat slice of some parameters' slots.
+With the distributed optimizer a data-parallel rank has a flat slice of some parameters' states.
 """
 
 from collections.abc import Iterator
@@ -14,29 +14,27 @@ from torch import Tensor
 
 MAIN = "fp32_param"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-Slots = dict[str, Tensor]
-"""Slot name -> the optimizer's own tensor."""
 
 
 @dataclass(frozen=True)
-class HeldSlots:
-    """A parameter's Adam tensors (slots) on this rank.
+class AdamState:
+    """A parameter's optimizer states on this rank.
 
     Attributes:
-        slots: Moments, and `fp32_param` unless the parameter itself is fp32.
+        tensors: The optimizer's own: moments, and `fp32_param` unless the parameter itself is fp32.
         start: This rank's slice offset in the flattened parameter; no other replica has the slice.
-            None if every replica has the whole parameter's slots.
+            None if every replica has the whole parameter's states.
     """
 
     parameter: Tensor
-    slots: Slots
+    tensors: dict[str, Tensor]
     start: int | None
 
     @property
     def flat(self) -> range:
-        """Element range in the flattened parameter covered by the slots."""
+        """Element range in the flattened parameter covered by the tensors."""
         start = self.start or 0
-        return range(start, start + next(iter(self.slots.values())).numel())
+        return range(start, start + next(iter(self.tensors.values())).numel())
 
 
 def single_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
@@ -44,8 +42,8 @@ def single_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def held_slots(optimizer: MegatronOptimizer) -> Iterator[HeldSlots]:
-    """Yield this rank's slots by parameter: moments, and main weights beside bf16 ones.
+def adam_states(optimizer: MegatronOptimizer) -> Iterator[AdamState]:
+    """Yield this rank's states by parameter: moments, and main weights beside bf16 ones.
 
     Skips parameters without a distributed-optimizer slice on this rank. The tensors are the
     optimizer's own, detached; missing moments are new zeros.
@@ -53,15 +51,16 @@ def held_slots(optimizer: MegatronOptimizer) -> Iterator[HeldSlots]:
     for single in single_optimizers(optimizer):
         for parameter, main, start in _held_mains(single):
             state = single.optimizer.state.get(main, {})
-            slots: Slots = {}
+            tensors: dict[str, Tensor] = {}
             for name in MOMENTS:
-                slots[name] = state[name] if name in state else torch.zeros_like(main)
+                tensors[name] = state[name] if name in state else torch.zeros_like(main)
             if parameter.dtype is not torch.float32:
-                slots[MAIN] = main
-            yield HeldSlots(parameter, {k: slot.detach() for k, slot in slots.items()}, start)
+                tensors[MAIN] = main
+            detached = {name: tensor.detach() for name, tensor in tensors.items()}
+            yield AdamState(parameter, detached, start)
 
 
-def make_slots(optimizer: MegatronOptimizer, step: int) -> None:
+def init_adam_states(optimizer: MegatronOptimizer, step: int) -> None:
     """Add missing zero moments to main parameters; set the step count to `step`."""
     for single in single_optimizers(optimizer):
         adam = single.optimizer

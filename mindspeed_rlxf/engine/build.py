@@ -27,6 +27,7 @@ from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.engine.step_guard import gradient_norm
 from mindspeed_rlxf.models.adapters import attach_adapters
 from mindspeed_rlxf.models.grouped_experts import stack_experts
+from mindspeed_rlxf.models.heads import fp32_linear
 from mindspeed_rlxf.models.parameters import Head, stage_parameters
 from mindspeed_rlxf.models.transformer import (
     TransformerModel,
@@ -67,6 +68,8 @@ def build_chunks(
                 post_process=groups.is_last_stage and chunk == count - 1,
                 vp_stage=vp_stage,
             )
+        if role.has_fp32_logits:
+            module.linear = fp32_linear
         chunks.append(module.to(device=device.current_device(), dtype=dtype))
         stack_experts(chunks[-1])
         if role.freezes_attention:

@@ -1,4 +1,4 @@
-"""What all training engines have in common: reading outputs, moving parts, counting work."""
+"""What all training engines have in common: reading outputs, moving memory, counting work."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mindspeed_rlxf.engine.micro_batch import MicroBatch
 from mindspeed_rlxf.engine.offload import Offload
 from mindspeed_rlxf.engine.outputs import average_metrics, scatter_rows
 from mindspeed_rlxf.engine.step_guard import SkippedSteps, StepResult
-from mindspeed_rlxf.engine.train_engine import Part, PolicyStep, ValueStep
+from mindspeed_rlxf.engine.train_engine import MemoryKind, PolicyStep, ValueStep
 from mindspeed_rlxf.models.parameters import Head
 
 
@@ -57,37 +57,40 @@ class CommonEngine:
     held_weights: Callable[[], Iterable[Tensor]]
     _offload: Offload
 
-    def _make_offload(self, tensors: Mapping[Part, offload.Tensors]) -> Offload:
-        """Make the parts named by the role's `offload` key movable, and move them to the host."""
+    def _make_offload(self, tensors: Mapping[MemoryKind, offload.Tensors]) -> Offload:
+        """Make the memory named by the role's `offload` key movable, and move them to the host."""
         keys = self.role.offload
-        movable = [Part.WEIGHTS] if keys.weights else []
-        movable += [Part.GRADIENTS, Part.OPTIMIZER] if keys.optimizer else []
+        movable = [MemoryKind.WEIGHTS] if keys.weights else []
+        movable += [MemoryKind.GRADIENTS, MemoryKind.OPTIMIZER] if keys.optimizer else []
         moved = Offload(tensors, movable)
         offload.register(moved)
         moved.offload(moved.movable)
         return moved
 
     def offload(self) -> None:
-        """Move the parts named by the role's `offload` key to host memory."""
+        """Move the memory named by the role's `offload` key to host memory."""
         self._offload.offload(self._offload.movable)
 
     def onload(self) -> None:
-        """Bring all parts back to the device; other engines' movable parts make room."""
-        with self.holding(*Part):
+        """Bring all memory back to the device; other engines' movable memory makes room."""
+        with self.holding(*MemoryKind):
             pass
 
-    def holding(self, *parts: Part, later: Part | None = None) -> AbstractContextManager[None]:
-        """Return a context manager that keeps parts on the device (see `offload.holding`).
+    def holding(
+        self, *kinds: MemoryKind, later: MemoryKind | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a context manager that keeps memory on the device (see `offload.holding`).
 
-        The copy of part `later` may still run in the block, until `Offload.await_copies`.
+        The copy of kind `later` may still run in the block, until `Offload.await_copies`.
         """
-        return offload.holding((self._offload, parts), later=[later] if later else [])
+        return offload.holding((self._offload, kinds), later=[later] if later else [])
 
     @contextmanager
     def changing_weights(self) -> Iterator[Sequence[Tensor]]:
         """Yield this rank's parts of the weights, on the device, to change them in place."""
-        with self.holding(Part.WEIGHTS):
-            self._offload.mark_changed(Part.WEIGHTS)  # else an older copy comes back from the host
+        with self.holding(MemoryKind.WEIGHTS):
+            # Else an older copy comes back from the host.
+            self._offload.mark_changed(MemoryKind.WEIGHTS)
             yield list(self.held_weights())
 
     def _read_all(self, rollouts: Rollouts, read: Any) -> list[Tensor]:
@@ -131,7 +134,7 @@ class CommonEngine:
             policy_outputs = policy_weight, batch_states, temperature
             return read_log_probs_and_kl(head, batch, hidden, *policy_outputs)
 
-        weights = [Part.WEIGHTS]
+        weights = [MemoryKind.WEIGHTS]
         with offload.holding((self._offload, weights), (policy._offload, weights)):
             # Row after row, as the two engines may make different micro-batches.
             chunks = policy._read_all(rollouts, read_states)

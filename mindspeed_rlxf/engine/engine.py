@@ -53,7 +53,7 @@ from mindspeed_rlxf.engine.offload import tensors_of
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.engine.schedule import Read, run_schedule
 from mindspeed_rlxf.engine.step_guard import GuardedOptimizer, SkippedSteps
-from mindspeed_rlxf.engine.train_engine import Part, PolicyStep, ValueStep
+from mindspeed_rlxf.engine.train_engine import MemoryKind, PolicyStep, ValueStep
 from mindspeed_rlxf.engine.train_state import TrainState, load_state
 from mindspeed_rlxf.models.adapter_parameters import switched_off
 from mindspeed_rlxf.models.adapters import LinearAdapters
@@ -84,7 +84,7 @@ class MegatronEngine(CommonEngine):
         tokenizer: str | None = None,
         brings_together: bool = True,
     ) -> None:
-        """Build the model, load its weights, and move offloaded parts away; a collective.
+        """Build the model, load its weights, and move offloaded memory away; a collective.
 
         Seeds the process, by seed and rank. Raises ValueError if weights are missing or damaged.
 
@@ -163,7 +163,7 @@ class MegatronEngine(CommonEngine):
             self.skipped,
             self.role.model_chunks,
             self.describe,
-            lambda *part: self._offload.read(*part),
+            lambda *elements: self._offload.read(*elements),
         )
 
     def _agree_on_sharing(self) -> bool:
@@ -250,7 +250,7 @@ class MegatronEngine(CommonEngine):
             model.eval()
         # The schedule needs a multiple of this number, so the last micro-batch runs again.
         fill = [micro_batches[-1]] * (-len(micro_batches) % self.role.micro_batch_multiple)
-        with self.holding(Part.WEIGHTS), self.groups.active():
+        with self.holding(MemoryKind.WEIGHTS), self.groups.active():
             outputs = run_schedule(
                 self.models, self.chunks[-1], [*micro_batches, *fill], read, forward_only=True
             )
@@ -262,13 +262,13 @@ class MegatronEngine(CommonEngine):
     ) -> dict[str, float]:
         """Take an optimizer step on one mini-batch, or skip it if a number is not finite.
 
-        Moves offloaded parts to the device; other engines' movable parts make room. Returns loss
+        Moves offloaded memory to the device; other engines' movable memory makes room. Returns loss
         metrics averaged over the mini-batch on all data-parallel ranks (last stage only),
         `grad_norm`, and with `nan_policy: skip` `skipped_steps`, 0 or 1. Raises FloatingPointError,
         before any weight changes, as `SkippedSteps.judge` decides.
         """
         self._mini_batch += 1
-        with self.holding(*Part, later=Part.OPTIMIZER), self.groups.active():
+        with self.holding(*MemoryKind, later=MemoryKind.OPTIMIZER), self.groups.active():
             set_gather_in_forward(self.models, True)
             for model in self.models:
                 model.train()
@@ -276,8 +276,8 @@ class MegatronEngine(CommonEngine):
             self.state.optimizer.zero_grad()
             read = partial(self._loss, step)
             outputs = run_schedule(self.models, self.chunks[-1], micro_batches, read)
-            self._offload.mark_changed(Part.WEIGHTS, Part.OPTIMIZER)
-            self._offload.await_copies(Part.OPTIMIZER)
+            self._offload.mark_changed(MemoryKind.WEIGHTS, MemoryKind.OPTIMIZER)
+            self._offload.await_copies(MemoryKind.OPTIMIZER)
             result = self._guarded.step([output.loss.detach() for output in outputs])
             self.skipped.judge(result, self.state.scheduler.num_steps + 1, self._mini_batch)
             return self._step_metrics(micro_batches, outputs, result)
@@ -293,12 +293,12 @@ class MegatronEngine(CommonEngine):
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight but adapters as (Hugging Face name, whole device tensor)."""
-        with self.holding(Part.WEIGHTS):
+        with self.holding(MemoryKind.WEIGHTS):
             yield from hf_tensors(self.weights, self.groups, self.role.model_chunks)
 
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each adapter's A and B like `hf_tensors`."""
-        with self.holding(Part.WEIGHTS):
+        with self.holding(MemoryKind.WEIGHTS):
             yield from adapter_tensors(self.weights, self.groups, self.role.model_chunks)
 
     def held_weights(self) -> Iterable[Tensor]:
@@ -316,7 +316,7 @@ class MegatronEngine(CommonEngine):
         dist.barrier()
         load = self.role.load
         assert load is not None, "it was loaded from there"
-        with self.holding(Part.WEIGHTS), self.groups.active():
+        with self.holding(MemoryKind.WEIGHTS), self.groups.active():
             if hf_folder is not None:
                 export_hf(self.weights, self.groups, hf_folder, load, self.source)
             if adapter_folder is not None:
@@ -331,6 +331,6 @@ class MegatronEngine(CommonEngine):
 
     def load_state(self, folder: Path) -> Loaded:
         """Load a training state; see `train_state.load_state`."""
-        with self.holding(Part.WEIGHTS, Part.OPTIMIZER):
-            self._offload.mark_changed(Part.WEIGHTS, Part.OPTIMIZER)
+        with self.holding(MemoryKind.WEIGHTS, MemoryKind.OPTIMIZER):
+            self._offload.mark_changed(MemoryKind.WEIGHTS, MemoryKind.OPTIMIZER)
             return load_state(self.state, folder)

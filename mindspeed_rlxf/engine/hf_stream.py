@@ -104,7 +104,7 @@ class Shard:
     is_written: bool
     written: range
 
-    def held_chunks(self, slot: str, tensor: Tensor, flat: range) -> Iterator[HeldChunk]:
+    def held_chunks(self, state_name: str, tensor: Tensor, flat: range) -> Iterator[HeldChunk]:
         """Yield views of `tensor`, one per chunk of a Hugging Face tensor that the range covers.
 
         Elements that pad the vocabulary are in no chunk.
@@ -118,7 +118,7 @@ class Shard:
                 if overlap is not None:
                     elements = view_chunk(tensor, flat.start, overlap, shape)
                     in_source = overlap.move(chunk.place, chunk.chunk)
-                    yield HeldChunk(slot, chunk.source, in_source, elements)
+                    yield HeldChunk(state_name, chunk.source, in_source, elements)
 
 
 def shards(weights: StageWeights, groups: ParallelGroups) -> Iterator[Shard]:

@@ -371,7 +371,7 @@ def pack_by_tokens(
             tokens.append(lengths[row])
     fewest = -(-sum(min(n, limit) for n in tokens) // limit)
     for count in range(max(1, fewest), len(consecutive) + 1):
-        filled = fill_cheapest(tokens, count, part_size=len(tokens))
+        filled = fill_cheapest(tokens, count, partition_size=len(tokens))
         groups = [sorted(group) for group in filled if group]  # indices of runs
         if all(len(group) == 1 or sum(tokens[i] for i in group) <= limit for group in groups):
             return [list(chain.from_iterable(runs[i] for i in group)) for group in sorted(groups)]

@@ -1,4 +1,4 @@
-"""Move engine parts between device and host memory.
+"""Move the memory of engines between device and host memory.
 
 Storages are moved, not tensors. A storage is freed by resizing it to 0 bytes, and later resized
 back. So all tensors that view it stay valid: parameters, Megatron's buffer views, gradients, and
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.device.copies import CopyStream, host_buffer
-from mindspeed_rlxf.engine.train_engine import Part
+from mindspeed_rlxf.engine.train_engine import MemoryKind
 
 CHUNK_BYTES = 2**28  # largest allocation of host memory; torch rounds up to a power of two
 ALIGNMENT = 512  # bytes
@@ -93,10 +93,10 @@ def _round_to_alignment(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-class _MovedPart:
-    """Moves the storages in one engine part.
+class _MovableMemory:
+    """Moves the storages of one kind of memory of an engine.
 
-    A part that is not copied is only freed, and is zeros after `onload`. An optimizer's first step
+    Memory that is not copied is only freed, and is zeros after `onload`. An optimizer's first step
     makes some tensors, so `tensors` returns the current ones.
     """
 
@@ -111,7 +111,7 @@ class _MovedPart:
         self.is_changed = True  # the host copy is out of date
 
     def offload(self) -> None:
-        """Copy the part to the host if it has changed, wait, and free it on the device.
+        """Copy the memory to the host if it has changed, wait, and free it on the device.
 
         Without `is_copied` it is only freed. Does nothing if it is not on the device.
         """
@@ -133,7 +133,7 @@ class _MovedPart:
         """Allocate the storages on the device and start copying them back.
 
         Does nothing if they are there. Without `is_copied` they become zeros. `await_copies` waits
-        for the copies. Raises RuntimeError if the device lacks memory; the part is then still on
+        for the copies. Raises RuntimeError if the device lacks memory; it is then still on
         the host.
         """
         if not self.is_away:
@@ -186,44 +186,46 @@ def _key(tensor: Tensor) -> int:
 
 
 class Offload:
-    """Moves one engine's parts between device and host.
+    """Moves one engine's memory between device and host.
 
     Attributes:
-        movable: Parts that move to the host when another engine in the process needs the device.
+        movable: Kinds that move to the host when another engine in the process needs the device.
     """
 
-    def __init__(self, tensors: Mapping[Part, Tensors], movable: Collection[Part]) -> None:
+    def __init__(
+        self, tensors: Mapping[MemoryKind, Tensors], movable: Collection[MemoryKind]
+    ) -> None:
         copies = CopyStream()
         self.movable = frozenset(movable) & frozenset(tensors)
-        self._parts = {
-            kind: _MovedPart(list_tensors, copies, is_copied=kind is not Part.GRADIENTS)
+        self._memory = {
+            kind: _MovableMemory(list_tensors, copies, is_copied=kind is not MemoryKind.GRADIENTS)
             for kind, list_tensors in tensors.items()
         }
 
-    def offload(self, parts: Collection[Part]) -> None:
-        """Copy changed parts to the host, and free all given parts on the device.
+    def offload(self, kinds: Collection[MemoryKind]) -> None:
+        """Copy these kinds of memory to the host where changed, and free them on the device.
 
-        Gradients are not copied. Skips parts the engine lacks or that are on the host already.
+        Gradients are not copied. Skips kinds the engine lacks or that are on the host already.
         """
-        for moved in self._moved_parts(parts):
+        for moved in self._of_kinds(kinds):
             moved.offload()
 
-    def onload(self, parts: Collection[Part]) -> None:
-        """Allocate these parts on the device and start copying them back; gradients become zeros.
+    def onload(self, kinds: Collection[MemoryKind]) -> None:
+        """Allocate these kinds on the device and start copying them back; gradients become zeros.
 
-        Skips parts the engine lacks or that are there. `await_copies` waits for the copies.
+        Skips kinds the engine lacks or that are there. `await_copies` waits for the copies.
         """
-        for moved in self._moved_parts(parts):
+        for moved in self._of_kinds(kinds):
             moved.onload()
 
-    def await_copies(self, *parts: Part) -> None:
-        """Make device work launched from now on wait for these parts to arrive."""
-        for moved in self._moved_parts(parts):
+    def await_copies(self, *kinds: MemoryKind) -> None:
+        """Make device work launched from now on wait for these kinds to arrive."""
+        for moved in self._of_kinds(kinds):
             moved.await_copies()
 
-    def mark_changed(self, *parts: Part) -> None:
-        """Mark these parts' host copies as out of date; skip parts the engine lacks."""
-        for moved in self._moved_parts(parts):
+    def mark_changed(self, *kinds: MemoryKind) -> None:
+        """Mark these kinds' host copies as out of date; skip kinds the engine lacks."""
+        for moved in self._of_kinds(kinds):
             moved.is_changed = True
 
     def read(self, tensor: Tensor, start: int, stop: int) -> Tensor:
@@ -232,7 +234,7 @@ class Offload:
         The tensor may be on the device or on the host; it stays there. Device work launched later
         waits for copies still on their way.
         """
-        for moved in self._parts.values():
+        for moved in self._memory.values():
             storage = moved.storages.get(_key(tensor))
             if moved.is_away and storage is not None:
                 offset = int(tensor.storage_offset())
@@ -240,14 +242,14 @@ class Offload:
             moved.await_copies()
         return tensor.view(-1)[start:stop].to("cpu", copy=True)
 
-    def _moved_parts(self, parts: Collection[Part]) -> list[_MovedPart]:
-        return [self._parts[kind] for kind in Part if kind in parts and kind in self._parts]
+    def _of_kinds(self, kinds: Collection[MemoryKind]) -> list[_MovableMemory]:
+        return [self._memory[kind] for kind in MemoryKind if kind in kinds and kind in self._memory]
 
 
 def tensors_of(
     module: torch.nn.Module, models: Iterable[Any], adams: list[Any]
-) -> dict[Part, Tensors]:
-    """Return, for each part of a Megatron engine, a function that lists its current tensors.
+) -> dict[MemoryKind, Tensors]:
+    """Return, for each kind of a Megatron engine's memory, a function that lists its tensors now.
 
     Args:
         module: Module with the weights.
@@ -256,7 +258,7 @@ def tensors_of(
             any, nothing is trained and there are only weights.
     """
     if not adams:
-        return {Part.WEIGHTS: module.parameters}
+        return {MemoryKind.WEIGHTS: module.parameters}
 
     def optimizer() -> Iterator[Tensor]:
         """Yield moments and main weights on the device, except those that are model weights."""
@@ -279,19 +281,19 @@ def tensors_of(
                 yield buffer.grad_data
 
     return {
-        Part.WEIGHTS: module.parameters,
-        Part.GRADIENTS: gradients,
-        Part.OPTIMIZER: optimizer,
+        MemoryKind.WEIGHTS: module.parameters,
+        MemoryKind.GRADIENTS: gradients,
+        MemoryKind.OPTIMIZER: optimizer,
     }
 
 
 _known: weakref.WeakSet[Offload] = weakref.WeakSet()
-_holds: list[tuple[Offload, frozenset[Part]]] = []
-"""Engines and their parts that open `holding` blocks keep on the device."""
+_holds: list[tuple[Offload, frozenset[MemoryKind]]] = []
+"""Engines and their kinds of memory that open `holding` blocks keep on the device."""
 
 
 def register(offload: Offload) -> None:
-    """Add an engine whose parts may move, until the engine is collected."""
+    """Add an engine whose memory may move, until the engine is collected."""
     _known.add(offload)
 
 
@@ -308,34 +310,34 @@ guests: weakref.WeakSet[Guest] = weakref.WeakSet()
 
 @contextlib.contextmanager
 def holding(
-    *needs: tuple[Offload, Collection[Part]], later: Collection[Part] = ()
+    *needs: tuple[Offload, Collection[MemoryKind]], later: Collection[MemoryKind] = ()
 ) -> Iterator[None]:
-    """Keep parts on the device inside the block, beside the parts held by enclosing blocks.
+    """Keep kinds on the device inside the block, beside the kinds held by enclosing blocks.
 
-    First sends the guests away, and moves all other movable parts of all engines to the host, even
+    First sends the guests away, and moves all other movable kinds of all engines to the host, even
     if `needs` is empty, to make room for something else. Parts stay on the device after the block.
 
     Args:
-        needs: (engine's offload, its parts).
+        needs: (engine's offload, its kinds).
         later: Parts whose copies may still run in the block; call `Offload.await_copies` before
             use.
     """
     for guest in list(guests):
         guests.discard(guest)
         guest.leave_device()
-    holds = [(offload, frozenset(parts)) for offload, parts in needs]
+    holds = [(offload, frozenset(kinds)) for offload, kinds in needs]
     _holds.extend(holds)
     try:
         for offload in list(_known):  # make room
             movable = set(offload.movable)
-            for holder, parts in _holds:
+            for holder, kinds in _holds:
                 if holder is offload:
-                    movable -= parts
+                    movable -= kinds
             offload.offload(movable)
-        for offload, parts in holds:
-            offload.onload(parts)
-        for offload, parts in holds:
-            offload.await_copies(*(parts - frozenset(later)))
+        for offload, kinds in holds:
+            offload.onload(kinds)
+        for offload, kinds in holds:
+            offload.await_copies(*(kinds - frozenset(later)))
         yield
     finally:
         for hold in holds:
@@ -344,7 +346,7 @@ def holding(
 
 @contextlib.contextmanager
 def room_for_other_processes() -> Iterator[None]:
-    """Move all movable parts to the host as `holding()` does, and release their device memory.
+    """Move all movable kinds to the host as `holding()` does, and release their device memory.
 
     Otherwise torch keeps what they leave for this process.
     """

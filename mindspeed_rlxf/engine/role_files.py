@@ -18,7 +18,7 @@ from mindspeed_rlxf.weights.state_files import (
     entry_of,
     find_damage,
     role_entries,
-    write_part,
+    write_rank_index,
     write_text,
 )
 
@@ -44,7 +44,7 @@ def write_files(
     texts: Mapping[str, str],
     describe: Callable[[Path], list[Path]],
 ) -> float:
-    """Write a rank's files, then its part of the index; return the seconds taken.
+    """Write a rank's files, then its index; return the seconds taken.
 
     Makes the folder, and fsyncs it. Runs in the thread WRITER, in the same order on all ranks.
 
@@ -65,7 +65,7 @@ def write_files(
         files += describe(folder)
     entries = [entry_of(folder, file) for file in files]
     sync_folder(folder)
-    write_part(folder, rank, entries, rows)
+    write_rank_index(folder, rank, entries, rows)
     return time.monotonic() - started
 
 

@@ -21,8 +21,8 @@ from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores
 from mindspeed_rlxf.weights.state_files import Loaded
 
 
-class Part(Enum):
-    """A part of an engine's device memory, which may move to the host."""
+class MemoryKind(Enum):
+    """A kind of an engine's device memory, which may move to the host."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -144,16 +144,16 @@ class TrainEngine(Protocol):
         """
 
     def offload(self) -> None:
-        """Move the parts named by the role's `offload` key to host memory.
+        """Move the kinds of memory named by the role's `offload` key to host memory.
 
-        Each method brings the parts it needs back to the device.
+        Each method brings the memory it needs back to the device.
         """
 
     def onload(self) -> None:
-        """Bring all parts back to the device."""
+        """Bring all memory back to the device."""
 
-    def holding(self, *parts: Part) -> AbstractContextManager[None]:
-        """Return a context manager that keeps parts on the device, for code outside the engine."""
+    def holding(self, *kinds: MemoryKind) -> AbstractContextManager[None]:
+        """Return a context manager that keeps memory on the device, for code outside the engine."""
 
     def begin_save(self, folder: Path) -> None:
         """Copy the training state to the host, and start writing it into `folder`."""

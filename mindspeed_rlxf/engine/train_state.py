@@ -1,11 +1,11 @@
 """Write a role's training state to a folder, and load it; all ranks in the role take part.
 
     state_00003.safetensors     trained weights (adapters alone, if there are any) and their Adam
-                                slots, written by the rank (`weights.role_state`)
+                                states, written by the rank (`weights.role_state`)
     random/rank_00003.json      a rank's random streams
     state.json                  steps taken, layout
-    part_00003.json             files and headers the rank wrote, until the driver has merged all
-                                ranks' parts into index.json
+    index_00003.json            files and headers the rank wrote, until the driver has merged all
+                                ranks' indexes into index.json
     config.json, ...            model side files, for conversion
 
 Any layout can read the tensors; only the writing layout reads its random streams. Learning rates
@@ -25,7 +25,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.engine.adam_state import count_steps, held_slots, make_slots
+from mindspeed_rlxf.engine.adam_state import adam_states, count_steps, init_adam_states
 from mindspeed_rlxf.engine.hf_stream import Shard, shards
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.engine.role_files import (
@@ -132,37 +132,37 @@ def _load_share(state: TrainState, folder: Path) -> bool:
 
 
 def _copy_share(state: TrainState) -> Iterator[HeldChunk]:
-    """Yield host chunks with the weights, then the optimizer slots, written by this rank."""
+    """Yield host chunks with the weights, then the optimizer states, written by this rank."""
     by_parameter = {}
     for shard in shards(state.weights, state.groups):
         by_parameter[id(shard.parameter)] = shard
         weights = shard.parameter.detach()
         yield from _copy_range(state.read, WEIGHT, shard, weights, 0, shard.written)
-    for adam in held_slots(state.optimizer):
+    for adam in adam_states(state.optimizer):
         shard = by_parameter[id(adam.parameter)]
         flat = shard.written
         if adam.start is not None:  # only this rank has the slice
             flat = adam.flat if shard.is_written else range(0)
-        for name, tensor in adam.slots.items():
+        for name, tensor in adam.tensors.items():
             yield from _copy_range(state.read, name, shard, tensor, adam.start or 0, flat)
 
 
 def _copy_range(
-    read: Read, slot: str, shard: Shard, tensor: Tensor, start: int, flat: range
+    read: Read, state_name: str, shard: Shard, tensor: Tensor, start: int, flat: range
 ) -> Iterator[HeldChunk]:
     if flat:
         copied = read(tensor, flat.start - start, flat.stop - start)
-        yield from shard.held_chunks(slot, copied, flat)
+        yield from shard.held_chunks(state_name, copied, flat)
 
 
 def _load_tensors(state: TrainState, folder: Path, step: int) -> None:
-    """Read this rank's weights and optimizer slots from the files in `folder`, in place.
+    """Read this rank's weights and optimizer states from the files in `folder`, in place.
 
-    Makes the optimizer's slots first, which count on from `step`. Uses a bounded host buffer.
+    Makes the optimizer's states first, which count on from `step`. Uses a bounded host buffer.
     Damaged files and another model's raise ValueError (`open_state`, `_read_range`), unreadable
     ones OSError; some tensors may have been read then.
     """
-    make_slots(state.optimizer, step)
+    init_adam_states(state.optimizer, step)
     stage = state.weights
     reader = open_state(folder, stage.architecture, stage.trained_shapes, stage.trust_files)
     by_parameter = {}
@@ -170,24 +170,26 @@ def _load_tensors(state: TrainState, folder: Path, step: int) -> None:
         by_parameter[id(shard.parameter)] = shard
         weights = shard.parameter.detach().view(-1)
         _read_range(reader, WEIGHT, shard, weights, range(weights.numel()))
-    for adam in held_slots(state.optimizer):
+    for adam in adam_states(state.optimizer):
         shard = by_parameter[id(adam.parameter)]
-        for name, tensor in adam.slots.items():
+        for name, tensor in adam.tensors.items():
             _read_range(reader, name, shard, tensor.view(-1), adam.flat)
 
 
-def _read_range(reader: StateReader, slot: str, shard: Shard, tensor: Tensor, flat: range) -> None:
+def _read_range(
+    reader: StateReader, state_name: str, shard: Shard, tensor: Tensor, flat: range
+) -> None:
     """Read a shard range into `tensor`; vocabulary padding becomes 0.
 
     Raises ValueError if the folder lacks a tensor, or has it in another dtype.
     """
-    stored = reader(slot)
+    stored = reader(state_name)
     num_read = 0
-    for target in shard.held_chunks(slot, tensor, flat):
+    for target in shard.held_chunks(state_name, tensor, flat):
         if target.name not in stored or stored[target.name].dtype != tensor.dtype:
             raise ValueError(
-                f"the checkpoint must have {slot} of {target.name} in {tensor.dtype}, as this run "
-                "has it; set the role's bf16 as it was in the run that wrote the checkpoint"
+                f"the checkpoint must have {state_name} of {target.name} in {tensor.dtype}, as "
+                "this run has it; set the role's bf16 as in the run that wrote the checkpoint"
             )
         for rows in target.chunk.split(BUFFER_BYTES // tensor.itemsize):
             elements = stored[target.name].read(rows)

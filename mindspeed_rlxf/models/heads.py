@@ -5,6 +5,7 @@ for `CHUNK_TOKENS` tokens at a time and are recomputed in backward, so a whole m
 [tokens, vocab] never exists. The weight gradient accumulates over chunks in fp32.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,51 @@ from torch import Tensor
 
 CHUNK_TOKENS = 1024
 
+Linear = Callable[[Tensor, Tensor], Tensor]
+"""Multiplies hidden states [tokens, hidden] by weights [vocab, hidden]."""
+
+
+def fp32_linear(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Multiply like `F.linear`, with an fp32 result of bf16 inputs.
+
+    `F.linear` rounds logits to bf16: by up to 1/16 for those between 16 and 32. In backward the
+    logits' gradient is rounded to the inputs' dtype, as `F.linear` has it.
+    """
+    if hidden.dtype is torch.float32:
+        return F.linear(hidden, weight)
+    product: Tensor = _Fp32Product.apply(hidden, weight)
+    return product
+
+
+class _Fp32Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        if _multiplies_into_fp32(hidden.device.type, hidden.dtype):
+            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        return F.linear(hidden.float(), weight.float())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        needs_hidden, needs_weight = ctx.needs_input_grad
+        grad = grad.to(hidden.dtype)
+        return (
+            grad @ weight if needs_hidden else None,
+            grad.t() @ hidden if needs_weight else None,
+        )
+
+
+@functools.cache
+def _multiplies_into_fp32(kind: str, dtype: torch.dtype) -> bool:
+    """Return whether torch adds up products of this dtype into an fp32 result, by trying it."""
+    one = torch.ones(16, 16, dtype=dtype, device=kind)
+    try:
+        torch.mm(one, one, out_dtype=torch.float32)
+    except (TypeError, RuntimeError):  # older torch, or no kernel of this device
+        return False
+    return True
+
 
 def token_log_probs(
     hidden: Tensor,
@@ -23,7 +69,7 @@ def token_log_probs(
     vocab_size: int,
     tp_group: dist.ProcessGroup,
     temperature: float = 1.0,
-    linear: Callable[[Tensor, Tensor], Tensor] = F.linear,
+    linear: Linear = F.linear,
 ) -> tuple[Tensor, Tensor]:
     """Compute each label's log-prob, and each token's entropy.
 
@@ -56,7 +102,7 @@ def _chunk_log_probs(
     vocab_size: int,
     tp_group: dist.ProcessGroup,
     temperature: float,
-    linear: Callable[[Tensor, Tensor], Tensor],
+    linear: Linear,
 ) -> tuple[Tensor, Tensor]:
     logits = shard_logits(hidden, weight, vocab_size, tp_group, linear) / temperature
     values, entropy = _VocabParallelLogProb.apply(logits, labels, tp_group)
@@ -158,7 +204,7 @@ def shard_logits(
     weight: Tensor,
     vocab_size: int,
     tp_group: dist.ProcessGroup,
-    linear: Callable[[Tensor, Tensor], Tensor] = F.linear,
+    linear: Linear = F.linear,
 ) -> Tensor:
     """Compute logits for this rank's vocabulary shard, [tokens, vocab] fp32.
 
@@ -180,7 +226,7 @@ def full_logits(
     weight: Tensor,
     vocab_size: int,
     tp_group: dist.ProcessGroup,
-    linear: Callable[[Tensor, Tensor], Tensor] = F.linear,
+    linear: Linear = F.linear,
 ) -> Tensor:
     """Gather logits for the whole vocabulary, [tokens, vocab_size] fp32, on every tp rank.
 
@@ -204,7 +250,7 @@ def full_kl(
     vocab_size: int,
     tp_group: dist.ProcessGroup,
     temperature: float = 1.0,
-    linear: Callable[[Tensor, Tensor], Tensor] = F.linear,
+    linear: Linear = F.linear,
 ) -> Tensor:
     """Compute KL(p || q) = sum over the vocabulary of p (log p - log q), for each token.
 
@@ -241,7 +287,7 @@ def _log_softmax(
     vocab_size: int,
     group: dist.ProcessGroup,
     temperature: float,
-    linear: Callable[[Tensor, Tensor], Tensor],
+    linear: Linear,
 ) -> Tensor:
     """Compute log-probs for this rank's vocabulary shard, [tokens, vocab] fp32.
 

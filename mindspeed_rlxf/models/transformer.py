@@ -38,6 +38,7 @@ from mindspeed_rlxf.models.attention import (
 )
 from mindspeed_rlxf.models.experts import moe_settings, use_own_router
 from mindspeed_rlxf.models.grouped_experts import GroupedMLP
+from mindspeed_rlxf.models.heads import Linear
 from mindspeed_rlxf.models.parameters import Head, Split, padded_vocab_size, stage_parameters
 
 
@@ -72,7 +73,7 @@ class ScoreHead(MegatronModule):
 class TransformerModel(LanguageModule):
     """One pipeline stage, or a model chunk in one."""
 
-    linear = staticmethod(F.linear)  # computes logits
+    linear: Linear = staticmethod(F.linear)  # computes logits
 
     def __init__(
         self,

@@ -223,7 +223,7 @@ RULES: dict[HealthRule, tuple[Rule, str]] = {
         functools.partial(
             _mean_fraction,
             name=TRUNCATED,
-            text="{value:.0%} of the responses are cut at the limit",
+            text="{value:.0%} of the responses are truncated at the limit",
         ),
         "raise actor_rollout.max_new_tokens, or set algorithm.missing_eos_penalty or "
         "algorithm.overlong_buffer_len",
@@ -244,7 +244,8 @@ RULES: dict[HealthRule, tuple[Rule, str]] = {
     ),
     HealthRule.LOG_PROB_GAP: (
         _growing_gap,
-        "compare precision and layout of generation and training; "
+        "compare precision and layout of generation and training; fp32_head makes it smaller in "
+        "bf16; "
         "algorithm.max_log_prob_gap stops the run at the token with the largest gap",
     ),
     HealthRule.LAGGING_RANK: (

@@ -28,9 +28,9 @@ from mindspeed_rlxf.rewards.workers import WorkerPool
 def make_plan(reward: RewardConfig) -> Plan:
     """Make the scoring processes' plan; servers run the functions with a url."""
     rules = BUILTIN_SOURCES | dict(reward.rules)
-    parts = []
+    functions = []
     rule_names = {*rules.values()}
-    for function in reward.parts:
+    for function in reward.scoring_functions:
         if function.function is None:  # a server runs it
             continue
         source = None
@@ -40,12 +40,12 @@ def make_plan(reward: RewardConfig) -> Plan:
             source = find_carried(file_and_name[0], function.sha256)
         else:
             rule_names.add(function.function)
-        parts.append((function, source))
+        functions.append((function, source))
     plugins = loaded() if rule_names - OWN_RULES - {BY_SOURCE} else ()
     sandbox = reward.sandbox if reward.runs_programs else None
     # With a reward model and no functions, the rules score validation samples.
-    by_default = reward.kind is RewardKind.RULE or not reward.parts
-    return Plan(tuple(parts), rules, plugins, by_default, sandbox, tuple(ADAPTERS))
+    by_default = reward.kind is RewardKind.RULE or not reward.scoring_functions
+    return Plan(tuple(functions), rules, plugins, by_default, sandbox, tuple(ADAPTERS))
 
 
 def scores_row(reward: RewardConfig, extra_info: Mapping[str, Any]) -> bool:
@@ -53,12 +53,12 @@ def scores_row(reward: RewardConfig, extra_info: Mapping[str, Any]) -> bool:
     if reward.kind is RewardKind.RULE:
         return True
     style = reward_style(extra_info) if reward.chooses_by_label else None
-    return style == "rule" or (style is None and bool(reward.parts))
+    return style == "rule" or (style is None and bool(reward.scoring_functions))
 
 
 def needs_processes(reward: RewardConfig, data_sources: Collection[str]) -> bool:
     """Whether functions or slow rules score samples from these data sources."""
-    if reward.parts:
+    if reward.scoring_functions:
         return True
     if reward.verifier:
         return False
@@ -71,15 +71,17 @@ def rule_decides(reward: RewardConfig, data_source: str, style: str | None = Non
 
     With a reward model alone it scores validation samples.
     """
-    functions = [function for function in reward.parts if function.applies_to(data_source)]
+    functions = [
+        function for function in reward.scoring_functions if function.applies_to(data_source)
+    ]
     if not functions:
-        return style == "rule" or reward.kind is RewardKind.RULE or not reward.parts
+        return style == "rule" or reward.kind is RewardKind.RULE or not reward.scoring_functions
     return any(function.function == BY_SOURCE for function in functions)
 
 
 def check_functions(reward: RewardConfig) -> Iterator[Problem]:
     """Yield a problem for each rule name that is unknown or refuses its arguments."""
-    for config in reward.parts:
+    for config in reward.scoring_functions:
         name = config.function
         if name is None or split_name(name) or name == BY_SOURCE:
             continue
@@ -160,7 +162,7 @@ class StreamingRewards:
         memory = int(reward.worker_memory_gib * 2**30)
         self._pool = WorkerPool(self._plan, reward.processes, reward.timeout_s, memory)
         self._servers: list[tuple[FunctionConfig, RemoteRewards]] = []
-        for config in reward.parts:
+        for config in reward.scoring_functions:
             if config.url is not None:
                 server = RemoteRewards(
                     config.url, config.headers, config.batch_size, reward.timeout_s
@@ -178,7 +180,7 @@ class StreamingRewards:
         for config, server in self._servers:
             if config.applies_to(source):
                 scoring.append((config.name, config.weight, server.submit(sample)))
-        runs_here = any(config.applies_to(source) for config, _ in self._plan.parts)
+        runs_here = any(config.applies_to(source) for config, _ in self._plan.functions)
         by_label = reward_style(sample.extra_info) == "rule"
         if runs_here or (not scoring and (self._plan.defaults or by_label)):
             scoring.append(("", 1.0, self._pool.submit(sample)))

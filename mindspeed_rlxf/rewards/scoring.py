@@ -45,16 +45,16 @@ class Plan:
     """Everything a scoring process needs.
 
     Attributes:
-        parts: Reward functions with their files; None = `function` names a rule.
+        functions: Reward functions with their files; None = `function` names a rule.
         rules: Data source -> rule name.
         plugins: Files that register plugin rules.
-        defaults: Whether the data source's rule scores a sample that no part applies to.
+        defaults: Whether the data source's rule scores a sample that no function applies to.
         sandbox: None if no rule runs programs.
         adapters: Those of this process. A process that reads the plan imports their modules, which
             register them there.
     """
 
-    parts: tuple[tuple[FunctionConfig, Source | None], ...]
+    functions: tuple[tuple[FunctionConfig, Source | None], ...]
     rules: dict[str, str]
     plugins: tuple[Source, ...] = ()
     defaults: bool = True
@@ -71,7 +71,7 @@ class SampleScorer:
         self._plan = plan
         self.function = ""  # the function or rule that scores now, for failures
         self._functions: list[tuple[FunctionConfig, Callable[..., Any] | None]] = []  # None = rule
-        for config, source in plan.parts:
+        for config, source in plan.functions:
             file_and_name = split_name(config.function or "")
             function = None
             if source and file_and_name:

@@ -7,7 +7,7 @@ import torch
 from mindspeed_rlxf.algorithms.kl import kl_per_token
 from mindspeed_rlxf.algorithms.losses import LossOutput, Mean, PolicyLoss, truncated_importance
 from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded
-from mindspeed_rlxf.cluster.interface import Pool, PoolPart
+from mindspeed_rlxf.cluster.interface import Pool, SubPool
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.enums import KlPenalty, OldLogProbs, Role, Stage
 from mindspeed_rlxf.config.schema import RunConfig
@@ -23,7 +23,7 @@ from mindspeed_rlxf.data.mini_batches import mini_batch_order
 from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs
 from mindspeed_rlxf.roles.balance import Lengths, balanced_steps, call_balanced
 from mindspeed_rlxf.roles.engines import EngineFactory, train_engine
-from mindspeed_rlxf.roles.objectives import ClippedObjective, ExperienceMaker, make_objective
+from mindspeed_rlxf.roles.objectives import AdvantageComputer, ClippedObjective, make_objective
 from mindspeed_rlxf.roles.own_roles import role_factory
 from mindspeed_rlxf.roles.reports import (
     LogProbReport,
@@ -40,7 +40,8 @@ class ActorGroup:
     def __init__(self, config: RunConfig, pool: Pool) -> None:
         layout = config.layout(Role.ACTOR_ROLLOUT)
         self.run, self.config, self.seed = config, config.actor_rollout, config.training.seed
-        trains = PoolPart(pool, 0, config.parts[0]) if config.parts else pool
+        split = config.train_rollout_split
+        trains = SubPool(pool, 0, split[0]) if split else pool
         self.group = RoleGroup(Role.ACTOR_ROLLOUT, layout, trains)
 
     def build(self) -> Pending:
@@ -114,7 +115,7 @@ class ActorRole:
         self.objective = make_objective(config, replicas)
         if self.loss is not None and isinstance(self.objective, ClippedObjective):
             self.objective.policy_loss = self.loss
-        self.experience = ExperienceMaker(config, self.objective, replicas)
+        self.experience = AdvantageComputer(config, self.objective, replicas)
         self.measures = config.old_log_probs is OldLogProbs.AUTO
         self._changed: ChangedWeights | None = None  # during a probe
 
@@ -183,7 +184,7 @@ class ActorRole:
         return RoleOutput(report=texts)
 
     def make_experience(self, inputs: ExperienceInputs) -> RoleOutput:
-        """Compute rewards and advantages (`ExperienceMaker.make`)."""
+        """Compute rewards and advantages (`AdvantageComputer.make`)."""
         return self.experience.make(inputs)
 
     def update_policy(

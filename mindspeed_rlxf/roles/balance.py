@@ -10,7 +10,12 @@ from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.roles import LearningConfig
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.data.mini_batches import RankSteps, equal_parts, rank_steps, sample_flops
+from mindspeed_rlxf.data.mini_batches import (
+    RankSteps,
+    balanced_partitions,
+    rank_steps,
+    sample_flops,
+)
 from mindspeed_rlxf.roles.reports import ResponseLengths
 
 Lengths = Callable[[], ResponseLengths]
@@ -45,7 +50,7 @@ def call_balanced(
     """Submit a row-wise method with equal work for each replica.
 
     Waits for `lengths` first, unless `_estimate_costs` returns None: replicas then get equal
-    contiguous parts. `Pending.rows` keeps the order in `rollouts`; reports are not reordered.
+    contiguous shards. `Pending.rows` keeps the order in `rollouts`; reports are not reordered.
     `args` are the same for all replicas.
     """
     unit = config.shared_samples(group.role, rollouts.num_rows // group.layout.dp)
@@ -53,8 +58,8 @@ def call_balanced(
     if costs is None:
         return group.call(method, rollouts, *args)
     units = np.reshape(np.arange(len(costs)), (-1, unit))
-    parts = equal_parts(np.asarray(costs)[units].sum(1), group.layout.dp)
-    order = [row for part in parts for row in units[part].flatten().tolist()]
+    partitions = balanced_partitions(np.asarray(costs)[units].sum(1), group.layout.dp)
+    order = [row for indices in partitions for row in units[indices].flatten().tolist()]
     position = {row: i for i, row in enumerate(order)}
     pending = group.call(method, rollouts.take(order), *args)
     return pending.reorder([position[row] for row in range(len(order))])

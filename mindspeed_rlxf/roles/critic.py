@@ -15,7 +15,7 @@ from mindspeed_rlxf.data.mini_batches import mini_batch_order
 from mindspeed_rlxf.engine.train_engine import ValueStep
 from mindspeed_rlxf.roles.balance import Lengths, balanced_steps, call_balanced
 from mindspeed_rlxf.roles.engines import EngineFactory, train_engine
-from mindspeed_rlxf.roles.objectives import ExperienceMaker, make_objective
+from mindspeed_rlxf.roles.objectives import AdvantageComputer, make_objective
 from mindspeed_rlxf.roles.own_roles import role_factory
 from mindspeed_rlxf.roles.reports import UpdateReport
 
@@ -68,7 +68,7 @@ class CriticRole:
         self.run, self.config = config, critic
         self.engine = build_engine(config, Role.CRITIC)
         replicas = self.engine.sum_over_replicas
-        self.experience = ExperienceMaker(config, make_objective(config, replicas), replicas)
+        self.experience = AdvantageComputer(config, make_objective(config, replicas), replicas)
 
     def values(self, rollouts: Rollouts) -> RoleOutput:
         """Compute the response values, 0 in slots that are not read.
@@ -79,7 +79,7 @@ class CriticRole:
         return RoleOutput(self.engine.values(rollouts))
 
     def make_experience(self, inputs: ExperienceInputs) -> RoleOutput:
-        """Compute rewards, advantages and returns (`ExperienceMaker.make`)."""
+        """Compute rewards, advantages and returns (`AdvantageComputer.make`)."""
         return self.experience.make(inputs)
 
     def update_critic(

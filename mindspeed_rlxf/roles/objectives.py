@@ -17,8 +17,8 @@ from torch import Tensor
 from mindspeed_rlxf.algorithms.advantages import overlong_penalty, shape_scores, token_rewards
 from mindspeed_rlxf.algorithms.estimators import (
     ESTIMATORS,
-    Estimate,
-    Rewarded,
+    AdvantageInputs,
+    Advantages,
     preference_of_pairs,
 )
 from mindspeed_rlxf.algorithms.kl import kl_per_token
@@ -81,16 +81,16 @@ class ClippedObjective:
             actor.covariance_kl_coef,
         )
 
-    def estimate(self, given: Rewarded) -> Estimate:
+    def estimate(self, inputs: AdvantageInputs) -> Advantages:
         """Return advantages and returns by `algorithm.adv_estimator`; a collective.
 
         With `advantage_whiten: batch`, advantages are whitened over the batch on all replicas.
         """
-        found = ESTIMATORS[self.algorithm.adv_estimator](given)
-        advantages = found.advantages
+        estimated = ESTIMATORS[self.algorithm.adv_estimator](inputs)
+        advantages = estimated.advantages
         if self.algorithm.advantage_whiten is AdvantageWhiten.BATCH:
-            advantages = masked_whiten(advantages, given.trained_mask, self.sum_over_replicas)
-        return Estimate(advantages, found.returns)
+            advantages = masked_whiten(advantages, inputs.trained_mask, self.sum_over_replicas)
+        return Advantages(advantages, estimated.returns)
 
     def step(
         self, rollouts: Rollouts, experience: Experience, rows: list[int], kl_coef: float
@@ -108,7 +108,8 @@ class ClippedObjective:
                 self.sum_over_replicas,
             )
         # The clipped loss is proportional to the advantages, so they take the importance weights.
-        if (threshold := self.algorithm.rollout_is_threshold) is not None:
+        threshold = self.algorithm.rollout_is_threshold
+        if threshold is not None:
             rollout = fit_columns(rollouts.rollout_log_probs, advantages.size(1))
             low = self.algorithm.rollout_is_low
             ratio = truncated_importance(experience.old_log_probs, rollout, threshold, low)
@@ -140,25 +141,26 @@ class ClippedObjective:
         old = log_probs.detach()
         if experience.old_log_probs.size(1):
             old = of_tokens(experience.old_log_probs)
-        given = log_probs, old, of_tokens(advantages), self.clip
+        of_trained = of_tokens(advantages)
         if self.policy_loss is None:
-            token = clipped_policy_loss(*given)
+            token = clipped_policy_loss(log_probs, old, of_trained, self.clip)
         else:
-            token = self.policy_loss(*given, lengths)
-        loss, parts = token.loss, {"pg_loss": token.loss}
+            token = self.policy_loss(log_probs, old, of_trained, self.clip, lengths)
+        loss = token.loss
+        summands = {"pg_loss": token.loss}
         if self.actor.entropy_coeff:
             loss = loss - self.actor.entropy_coeff * entropy
         if self.reads_reference:
             ref = of_tokens(experience.ref_log_probs)
-            parts["kl_loss"] = kl_per_token(log_probs, ref, self.algorithm.kl_penalty)
-            loss = loss + kl_coef * parts["kl_loss"]
+            summands["kl_loss"] = kl_per_token(log_probs, ref, self.algorithm.kl_penalty)
+            loss = loss + kl_coef * summands["kl_loss"]
         per_token = {"pg_clipfrac": token.clipped, "ppo_kl": old - log_probs, "entropy": entropy}
         return normalised_loss(
             loss,
             lengths,
             self.algorithm.loss_normalizer,
             self.actor.max_new_tokens,
-            parts,
+            summands,
             per_token,
         )
 
@@ -171,12 +173,12 @@ class PairObjective:
     def __init__(self, config: RunConfig) -> None:
         self.actor = config.actor_rollout
 
-    def estimate(self, given: Rewarded) -> Estimate:
+    def estimate(self, inputs: AdvantageInputs) -> Advantages:
         """Return advantage 1 for tokens in a pair's better response, -1 in the worse, 0 if equal.
 
         NaN if a score in the pair is NaN. No returns.
         """
-        return Estimate(preference_of_pairs(given.scores)[:, None] * given.trained_mask)
+        return Advantages(preference_of_pairs(inputs.scores)[:, None] * inputs.trained_mask)
 
     def step(
         self, rollouts: Rollouts, experience: Experience, rows: list[int], kl_coef: float
@@ -248,18 +250,20 @@ def make_objective(config: RunConfig, sum_over_replicas: AllReduce) -> Objective
     return ClippedObjective(config, sum_over_replicas)
 
 
-class ExperienceMaker:
+class AdvantageComputer:
     """Computes rewards, advantages and returns for a replica's samples."""
 
     def __init__(
         self, config: RunConfig, objective: Objective, sum_over_replicas: AllReduce
     ) -> None:
         """Read the settings; `sum_over_replicas` sums a tensor over data-parallel ranks."""
-        self.run, self.algorithm, self.objective = config, config.algorithm, objective
+        self.run = config
+        self.algorithm = config.algorithm
+        self.objective = objective
         self.sum_over_replicas = sum_over_replicas
-        self.old_are_of_update = config.old_log_probs is OldLogProbs.AUTO
+        self.uses_current_log_probs_as_old = config.old_log_probs is OldLogProbs.AUTO
         full = self.algorithm.kl_penalty is KlPenalty.FULL  # measured with the reference's pass
-        self.measures_kl = self.old_are_of_update and not full
+        self.measures_kl = self.uses_current_log_probs_as_old and not full
 
     def make(self, inputs: ExperienceInputs) -> RoleOutput:
         """Compute rewards, advantages and returns; a collective over replicas.
@@ -271,10 +275,15 @@ class ExperienceMaker:
             ValueError: Scores are NaN or inf, unless `nan_policy` is skip, or whitening got fewer
                 than two tokens.
         """
-        rollouts, width = inputs.rollouts, inputs.rollouts.response_ids.size(1)
+        rollouts = inputs.rollouts
         # Each role pads to the longest response that its own replica saw.
-        given_old = rollouts.rollout_log_probs if inputs.old is None else inputs.old.log_probs
-        old = None if self.old_are_of_update else fit_columns(given_old, width)
+        width = rollouts.response_ids.size(1)
+        old = None
+        if not self.uses_current_log_probs_as_old:
+            old = rollouts.rollout_log_probs
+            if inputs.old is not None:
+                old = inputs.old.log_probs
+            old = fit_columns(old, width)
         ref = None if inputs.ref is None else fit_columns(inputs.ref.log_probs, width)
         kl = None  # [batch, response]
         if isinstance(inputs.ref, LogProbsWithKl):  # over the vocabulary
@@ -289,9 +298,9 @@ class ExperienceMaker:
         if self.run.training.stage is Stage.RAY_ONLINE_DPO:
             scored = scored.view(-1, 2).all(1).repeat_interleave(2)
         trained = rollouts.trained_mask & scored[:, None]
-        zero = torch.zeros(trained.shape)
-        given = self._make_rewarded(inputs, trained, zero if kl is None else kl * trained)
-        estimate = self.objective.estimate(given)
+        trained_kl = torch.zeros(trained.shape) if kl is None else kl * trained
+        advantage_inputs = self._make_advantage_inputs(inputs, trained, trained_kl)
+        estimated = self.objective.estimate(advantage_inputs)
         if self.algorithm.mask_truncated:
             trained = trained & rollouts.has_eos[:, None]
         rejected = None
@@ -303,16 +312,17 @@ class ExperienceMaker:
             trained = kept
         none = trained.new_zeros(len(trained), 0)
         reads_reference = self.objective.reads_reference or self.measures_kl
+        values = advantage_inputs.values
         experience = Experience(
-            advantages=estimate.advantages.where(trained, 0.0),  # NaN too
+            advantages=estimated.advantages.where(trained, 0.0),  # NaN too
             trained_mask=trained,
             old_log_probs=none.float() if old is None else old,
             ref_log_probs=none.float() if ref is None or not reads_reference else ref,
-            returns=none.float() if estimate.returns is None else estimate.returns,
-            values=none.float() if given.values is None else given.values,
-            value_mask=none if given.values is None else given.value_mask,
+            returns=none.float() if estimated.returns is None else estimated.returns,
+            values=none.float() if values is None else values,
+            value_mask=none if values is None else advantage_inputs.value_mask,
         )
-        report = _summarize(experience, given, kl, rollouts.trained_mask)
+        report = _summarize(experience, advantage_inputs, kl, rollouts.trained_mask)
         report = replace(report, rejected=rejected)
         token_rows = None
         if inputs.token_log is not None:
@@ -326,7 +336,9 @@ class ExperienceMaker:
             )
         return RoleOutput(experience, report, token_rows)
 
-    def _make_rewarded(self, inputs: ExperienceInputs, trained: Tensor, kl: Tensor) -> Rewarded:
+    def _make_advantage_inputs(
+        self, inputs: ExperienceInputs, trained: Tensor, kl: Tensor
+    ) -> AdvantageInputs:
         """Return the estimator input from trained [batch, response] and KL (0 if untrained).
 
         Rewards contain the KL penalty if the objective puts it there, and are whitened (without a
@@ -356,7 +368,7 @@ class ExperienceMaker:
             values = fit_columns(inputs.values.values, mask.size(1)) * mask
         if inputs.greedy is not None and inputs.greedy_scores is not None:
             greedy = self._shape_scores(inputs.greedy, inputs.greedy_scores)
-        return Rewarded(
+        return AdvantageInputs(
             scores=scores,
             rewards=rewards,
             value_mask=mask,
@@ -376,7 +388,7 @@ class ExperienceMaker:
 
         That of the last turn is left out: what the score has beside the others stands at the end.
         """
-        parts = torch.zeros(mask.shape)
+        turn_rewards = torch.zeros(mask.shape)
         for row, extra_info in enumerate(rollouts.extra_infos):
             record = find_record(extra_info)
             if record is None:
@@ -384,8 +396,8 @@ class ExperienceMaker:
             weight = self.run.reward.agent_weight(rollouts.data_sources[row])
             turns = zip(record.turns[:-1], record.rewards[:-1], strict=True)
             for (_, end), reward in turns:
-                parts[row, end - 1] = self.algorithm.reward_scale * weight * reward
-        return parts * mask
+                turn_rewards[row, end - 1] = self.algorithm.reward_scale * weight * reward
+        return turn_rewards * mask
 
     def _shape_scores(self, rollouts: Rollouts, scores: Scores) -> Tensor:
         """Return scores [batch], scaled and clipped, minus penalties (missing EOS, length).
@@ -393,17 +405,19 @@ class ExperienceMaker:
         Raises:
             ValueError: Scores are NaN or inf; with `nan_policy: skip` they become NaN instead.
         """
-        given = zip(rollouts.sample_ids, scores.scores.tolist(), strict=True)
-        wrong = [f"{score} for sample {i}" for i, score in given if not isfinite(score)]
+        wrong = []
+        for sample_id, score in zip(rollouts.sample_ids, scores.scores.tolist(), strict=True):
+            if not isfinite(score):
+                wrong.append(f"{score} for sample {sample_id}")
         if wrong and self.run.training.nan_policy == "raise":
             raise ValueError(
                 f"scores must be finite numbers, the reward gave {', '.join(wrong[:8])}; correct "
                 "the reward, or set training.nan_policy=skip"
             )
         algorithm = self.algorithm
-        score = shape_scores(scores.scores, algorithm.reward_scale, algorithm.reward_clip)
-        score = score - algorithm.missing_eos_penalty * (~rollouts.has_eos)
-        return score - overlong_penalty(
+        shaped = shape_scores(scores.scores, algorithm.reward_scale, algorithm.reward_clip)
+        shaped = shaped - algorithm.missing_eos_penalty * (~rollouts.has_eos)
+        return shaped - overlong_penalty(
             rollouts.response_lengths,
             self.run.actor_rollout.max_new_tokens,
             algorithm.overlong_buffer_len,
@@ -412,9 +426,11 @@ class ExperienceMaker:
 
 
 def _summarize(
-    experience: Experience, given: Rewarded, kl: Tensor | None, generated: Tensor
+    experience: Experience, inputs: AdvantageInputs, kl: Tensor | None, generated: Tensor
 ) -> ExperienceReport:
-    tokens, slots, scored = experience.trained_mask, experience.value_mask, given.is_scored
+    tokens = experience.trained_mask
+    slots = experience.value_mask
+    scored = inputs.is_scored
     has_values = bool(slots.numel())
     kl_of_samples: list[float] = []
     if kl is not None:
@@ -422,8 +438,8 @@ def _summarize(
         kl_of_samples = masked_mean(kl[rows], generated[rows], dim=1).tolist()
     return ExperienceReport(
         kl=kl_of_samples,
-        score=Summary.of(given.scores[scored]),
-        rewards=Summary.of(given.rewards.sum(1)[scored]),
+        score=Summary.of(inputs.scores[scored]),
+        rewards=Summary.of(inputs.rewards.sum(1)[scored]),
         advantages=Summary.of(experience.advantages[tokens]),
         returns=Summary.of(experience.returns[slots]) if has_values else None,
         values=Summary.of(experience.values[slots]) if has_values else None,

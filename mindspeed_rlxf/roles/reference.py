@@ -3,7 +3,7 @@
 from contextlib import nullcontext
 
 from mindspeed_rlxf.cluster.group import Pending, RoleGroup
-from mindspeed_rlxf.cluster.interface import Peer, Pool, PoolPart
+from mindspeed_rlxf.cluster.interface import Peer, Pool, SubPool
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.enums import KlPenalty, Role
 from mindspeed_rlxf.config.schema import RunConfig
@@ -19,9 +19,9 @@ class ReferenceGroup:
 
     def __init__(self, config: RunConfig, pool: Pool) -> None:
         self.run = config
-        trains = config.shares_reference and config.parts
-        part = PoolPart(pool, 0, trains[0]) if trains else pool
-        self.group = RoleGroup(Role.REF, config.layout(Role.REF), part)
+        trains = config.shares_reference and config.train_rollout_split
+        shared = SubPool(pool, 0, trains[0]) if trains else pool
+        self.group = RoleGroup(Role.REF, config.layout(Role.REF), shared)
 
     def build(self) -> Pending:
         """Submit the role's construction and weight loading, after the actor's."""

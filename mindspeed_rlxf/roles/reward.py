@@ -59,7 +59,9 @@ class RewardGroup:
         by_model = config.reward.kind is not RewardKind.RULE
         if beside is not None:
             self.scorers = RoleGroup(Role.SCORER, beside.layout, beside.pool)
-        by_rules = not by_model or bool(config.reward.parts) or config.reward.chooses_by_label
+        by_rules = (
+            not by_model or bool(config.reward.scoring_functions) or config.reward.chooses_by_label
+        )
         self.streams = beside is not None and by_rules
         self.group = (
             self.scorers

@@ -1,10 +1,10 @@
 """Generation in the native engine: schedule the samples and run the model.
 
 A sample waits in a queue, then is a batch row until its response ends. Rows that end leave the
-batch, and waiting samples take their slots (continuous batching). A generation may stop after any
-decode step and go on later, with more samples. The host launches several decode
-steps before it reads the drawn tokens. It decides which samples enter, end or go back to the queue
-from numbers that are equal on all replica ranks.
+batch, and waiting samples take their places in it (continuous batching). A generation may stop
+after any decode step and go on later, with more samples. The host launches several decode steps
+before it reads the drawn tokens. It decides which samples enter, end or go back to the queue from
+numbers that are equal on all replica ranks.
 """
 
 import itertools
@@ -15,16 +15,26 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_rlxf.config.architecture import groups_per_rank
 from mindspeed_rlxf.config.generation_memory import GROWTH, PREFILL_TOKENS, round_to_pages
+from mindspeed_rlxf.models.attention import Attend
 from mindspeed_rlxf.models.decode import Decoder, linear
 from mindspeed_rlxf.models.heads import full_logits
 from mindspeed_rlxf.models.transformer import TransformerModel
-from mindspeed_rlxf.rollout.kv_cache import CacheShape, DecodeStep, KvCache, Prefill
+from mindspeed_rlxf.rollout.expert_sync import ExpertSync
+from mindspeed_rlxf.rollout.kv_cache import (
+    CacheShape,
+    Continuation,
+    DecodeStep,
+    KeptRow,
+    KvCache,
+    Prefill,
+)
+from mindspeed_rlxf.rollout.prefixes import CachedPrefix, PrefixTree, order_by_source
 from mindspeed_rlxf.rollout.rollout_engine import GenerationRequest, GenerationStats
-from mindspeed_rlxf.rollout.rounds import Rounds
 from mindspeed_rlxf.rollout.rows import GrowingSample, RowGroup, RowStates
 from mindspeed_rlxf.rollout.sampling import check_log_probs, draw_tokens
 
@@ -62,7 +72,7 @@ class Limits:
 
 
 class Generation:
-    """The unfinished samples and their batch; batch row i has KV cache slot i.
+    """The unfinished samples and their batch; batch row i has row i of the KV cache.
 
     Attributes:
         weights_version: Of the weights, which must not change.
@@ -75,31 +85,35 @@ class Generation:
         self,
         model: TransformerModel,
         weights_version: int,
-        rounds: Rounds,
+        expert_sync: ExpertSync,
         limits: Limits,
         steps: int,
+        kept_rows: dict[int, KeptRow],
     ) -> None:
         """Allocate an empty KV cache.
 
         Args:
             model: Module with all layers, in evaluation mode.
             weights_version: Of the model's weights.
-            rounds: Announces each pass to the ranks that share experts.
+            expert_sync: Announces each pass to the ranks that share experts.
             limits: Sizes; no request may be longer.
             steps: Decode steps launched before the host reads the drawn tokens.
+            kept_rows: Sample id -> its row, of samples whose turn has ended; changed here.
         """
-        self.model, self.weights_version, self.rounds = model, weights_version, rounds
+        self.model, self.weights_version, self.expert_sync = model, weights_version, expert_sync
         self.max_rows, self.max_tokens, self.steps = limits.rows, limits.tokens, steps
+        self.kept_rows = kept_rows
         self.stats = GenerationStats()
         self.waiting: deque[GrowingSample] = deque()
         self.active: list[GrowingSample] = []
-        self.where = next(model.parameters()).device
+        self.device = next(model.parameters()).device
         self._num_added = 0
         # the most tokens that a row can have
         self._max_length = limits.prompt + limits.response
         self._decoder = Decoder(model, self._max_length)
-        self.cache = KvCache(cache_shape(model), self._max_length, self.where)
-        self.states = RowStates(limits.rows, limits.response, self.where)
+        self._linear = linear if model.linear is F.linear else model.linear  # computes logits
+        self.cache = KvCache(cache_shape(model), self._max_length, self.device)
+        self.states = RowStates(limits.rows, limits.response, self.device)
         self._groups: list[RowGroup] | None = None  # the rows by settings; None = to be made
         self._counts = np.zeros(0, np.int64)  # response tokens of each row, when last read
         self._prompts = np.zeros(0, np.int64)  # prompt tokens of each row
@@ -125,7 +139,8 @@ class Generation:
         to the counts `stats`.
 
         Returns:
-            The samples that ended, removed from the batch, by slot, and the number of decode steps.
+            The samples that ended and left the batch, in the order of its rows, and the number of
+            decode steps.
         """
         self.stats = stats
         finished: list[GrowingSample] = []
@@ -161,7 +176,7 @@ class Generation:
                 return rows - 1 - len(self.active)
         return rows - len(self.active)
 
-    def _admit(self) -> Iterator[dict[int, int]]:
+    def _admit(self) -> Iterator[dict[int, CachedPrefix]]:
         """Move the first waiting samples into the batch, all that fit, at least one.
 
         Returns:
@@ -173,10 +188,38 @@ class Generation:
         self._set_active(
             [*kept, *entering], np.concatenate((self._counts, counts)).astype(np.int64)
         )
-        self.cache.fit(len(self.active), self._longest_row(self.steps))
+        kept_rows = self._take_kept(first)
+        self._fit_cache(self._longest_row(self.steps))
         self.states.set_up(first, entering)
-        donors = {row.key: slot for slot, row in enumerate(kept) if row.key in self._prompt_states}
-        return self._make_packs(first, donors)
+        for cache_row, kept_row in kept_rows.items():
+            self.cache.write_row(cache_row, kept_row.keys_and_values)
+        return self._make_packs(first, {at: len(row.token_ids) for at, row in kept_rows.items()})
+
+    def _take_kept(self, first: int) -> dict[int, KeptRow]:
+        """Return what was kept of the batch rows from `first`, by cache row."""
+        kept_rows: dict[int, KeptRow] = {}
+        for cache_row, row in enumerate(self.active[first:], start=first):
+            kept_row = self.kept_rows.pop(row.request.sample_id, None)
+            if kept_row is not None:
+                begin = row.prefill_ids[:-1][: len(kept_row.token_ids)]
+                if np.array_equal(kept_row.token_ids, begin):
+                    kept_rows[cache_row] = kept_row
+        return kept_rows
+
+    def _fit_cache(self, longest: int) -> None:
+        """Resize the cache for the batch; forget kept rows, oldest first, for which no room is."""
+        rows = len(self.active)
+        num_kept_tokens = sum(len(kept.token_ids) for kept in self.kept_rows.values())
+        for sample_id in list(self.kept_rows):
+            if self.max_tokens is None:
+                fits = rows + len(self.kept_rows) <= self.max_rows
+            else:
+                num_tokens = rows * self._row_capacity(longest) + num_kept_tokens
+                fits = num_tokens <= self.max_tokens
+            if fits:
+                break
+            num_kept_tokens -= len(self.kept_rows.pop(sample_id).token_ids)
+        self.cache.fit(rows, longest)
 
     def _drop_unused_states(self) -> None:
         """Drop the states for prompts that no waiting sample has."""
@@ -185,77 +228,141 @@ class Generation:
             key: state for key, state in self._prompt_states.items() if key in still
         }
 
-    def _make_packs(self, first: int, donors: dict[bytes, int]) -> Iterator[dict[int, int]]:
-        """Group the rows from slot `first` into packs with at most PREFILL_TOKENS computed tokens.
+    def _make_packs(
+        self, first: int, restored: dict[int, int]
+    ) -> Iterator[dict[int, CachedPrefix]]:
+        """Group the batch rows from `first` into packs with at most PREFILL_TOKENS computed tokens.
 
-        A longer row is computed alone. A row without a response whose prompt another slot has costs
-        nothing: it copies the prompt's keys and values.
+        A longer row is computed alone.
 
         Args:
-            first: First slot to group.
-            donors: Prompt -> a slot with this prompt in the cache; gets an entry for each new
-                prompt in a row without response.
+            first: Index of the first batch row to group.
+            restored: Cache row -> its first tokens that are in it already.
 
         Yields:
-            Slot -> slot with its prompt, or itself if it is computed. At least one pack, empty
-            without rows.
+            Cache row -> what it copies instead of computing it. At least one pack.
         """
-        pack: dict[int, int] = {}
+        prompt_rows: dict[bytes, int] = {}  # prompt -> a cache row that has it
+        state_rows: dict[bytes, int] = {}  # the same, where its last hidden state is known
+        prefixes = PrefixTree()
+        for cache_row, row in enumerate(self.active[:first]):
+            prompt_rows[row.key] = cache_row
+            prefixes.add(row.request.prompt, cache_row)
+            if row.key in self._prompt_states:
+                state_rows[row.key] = cache_row
+        pack: dict[int, CachedPrefix] = {}
         tokens = 0
-        for slot, row in enumerate(self.active[first:], start=first):
-            if not row.tokens and row.key in donors:
-                pack[slot] = donors[row.key]
-                continue
-            if tokens and tokens + len(row.prefill_ids) > PREFILL_TOKENS:
+        for cache_row, row in enumerate(self.active[first:], start=first):
+            source = (prompt_rows if row.tokens else state_rows).get(row.key)
+            if cache_row in restored:
+                cached = CachedPrefix(cache_row, restored[cache_row])
+            elif source is not None:
+                cached = CachedPrefix(source, len(row.request.prompt))
+            else:
+                cached = prefixes.find(row.request.prompt[:-1])
+                if 2 * cached.length < len(row.prefill_ids):
+                    cached = CachedPrefix(cache_row, 0)
+            num_computed = len(row.prefill_ids) - cached.length
+            if tokens and num_computed and tokens + num_computed > PREFILL_TOKENS:
                 yield pack
                 pack, tokens = {}, 0
-            tokens += len(row.prefill_ids)
-            pack[slot] = slot
+            tokens += num_computed
+            pack[cache_row] = cached
+            if row.key not in prompt_rows:
+                prompt_rows[row.key] = cache_row
+                prefixes.add(row.request.prompt, cache_row)
             if not row.tokens:
-                donors[row.key] = slot
+                state_rows.setdefault(row.key, cache_row)
         yield pack
 
-    def _prefill(self, pack: dict[int, int]) -> None:
-        """Fill a pack's cache slots, and draw and append each row's next token.
+    def _prefill(self, pack: dict[int, CachedPrefix]) -> None:
+        """Fill a pack's cache rows, and draw and append each row's next token.
 
         Keeps the last hidden state for each computed prompt in `_prompt_states` (not for a row that
         already has tokens), so that rows in later packs can draw their first token too.
 
         Args:
-            pack: Consecutive slots -> slot whose prompt each copies; a slot that maps to itself is
-                computed, all of these in one forward pass.
+            pack: Consecutive cache rows -> what each copies.
         """
-        computed = [slot for slot, source in pack.items() if slot == source]
-        last = dict(zip(computed, self._forward_prefill(computed), strict=True)) if computed else {}
-        for slot, state in last.items():
-            if not self.active[slot].tokens:
-                self._prompt_states[self.active[slot].key] = state
-        copied = [(source, slot) for slot, source in pack.items() if slot != source]
-        if copied:
-            source, target = self._tensor(copied).unbind(1)
-            longest = max(len(self.active[slot].request.prompt) for _, slot in copied)
-            self.cache.copy(source, target, longest)
-        rows = [self.active[slot] for slot in pack]
-        states = [last.get(slot, self._prompt_states.get(self.active[slot].key)) for slot in pack]
-        slots = slice(min(pack), max(pack) + 1)
+        last: dict[int, Tensor] = {}  # cache row -> hidden state of its last token
+        for cache_rows in order_by_source(pack):
+            copied = [
+                (pack[cache_row].source, cache_row)
+                for cache_row in cache_rows
+                if pack[cache_row].length > 0 and pack[cache_row].source != cache_row
+            ]
+            if copied:
+                source, target = self._tensor(copied).unbind(1)
+                self.cache.copy(
+                    source, target, max(pack[cache_row].length for _, cache_row in copied)
+                )
+            whole = [cache_row for cache_row in cache_rows if pack[cache_row].length == 0]
+            if whole:
+                last.update(zip(whole, self._forward_prefill(whole), strict=True))
+            rest = {
+                cache_row: pack[cache_row].length
+                for cache_row in cache_rows
+                if 0 < pack[cache_row].length < len(self.active[cache_row].prefill_ids)
+            }
+            if rest:
+                last.update(zip(rest, self._forward_continuation(rest), strict=True))
+            for cache_row in (*whole, *rest):
+                if not self.active[cache_row].tokens:
+                    self._prompt_states[self.active[cache_row].key] = last[cache_row]
+        rows = [self.active[cache_row] for cache_row in pack]
+        states = [
+            last.get(cache_row, self._prompt_states.get(self.active[cache_row].key))
+            for cache_row in pack
+        ]
+        slice_of_pack = slice(min(pack), max(pack) + 1)
         groups = self.states.group_by_settings(rows)
-        self._draw_next(torch.stack(states), slots, groups)  # type: ignore[arg-type]
+        self._draw_next(torch.stack(states), slice_of_pack, groups)  # type: ignore[arg-type]
 
-    def _forward_prefill(self, slots: list[int]) -> Tensor:
+    def _forward_prefill(self, cache_rows: list[int]) -> Tensor:
         """Run prompts, and their responses so far, through the model in one pass.
 
-        Announces the pass, fills the cache and counts the tokens. Returns the last tokens' hidden
-        states, [slots, hidden].
+        Returns the last tokens' hidden states, [rows, hidden].
         """
-        rows = [self.active[slot].prefill_ids for slot in slots]
+        rows = [self.active[cache_row].prefill_ids for cache_row in cache_rows]
         lengths = np.array([len(tokens) for tokens in rows])
-        token_ids = torch.from_numpy(np.concatenate(rows)).to(self.where)
         position = self._tensor(np.concatenate([np.arange(n) for n in lengths]))
-        slot = self._tensor(np.repeat(slots, lengths))
+        cache_row = self._tensor(np.repeat(cache_rows, lengths))
         attend = Prefill(
-            lengths=tuple(lengths.tolist()), cache=self.cache, slot=slot, position=position
+            lengths=tuple(lengths.tolist()),
+            cache=self.cache,
+            cache_row=cache_row,
+            position=position,
         )
-        self.rounds.announce(len(token_ids))
+        return self._forward(rows, position, attend)
+
+    def _forward_continuation(self, num_cached: dict[int, int]) -> Tensor:
+        """Run what follows the cached tokens of rows through the model in one pass.
+
+        Args:
+            num_cached: Cache row -> its tokens in the cache.
+
+        Returns:
+            The last tokens' hidden states, [rows, hidden].
+        """
+        rows = [
+            self.active[cache_row].prefill_ids[length:] for cache_row, length in num_cached.items()
+        ]
+        attend = Continuation(
+            cache=self.cache,
+            cache_rows=tuple(num_cached),
+            num_earlier=tuple(num_cached.values()),
+            lengths=tuple(len(tokens) for tokens in rows),
+        )
+        return self._forward(rows, attend.position, attend)
+
+    def _forward(self, rows: list[np.ndarray], position: Tensor, attend: Attend) -> Tensor:
+        """Compute packed rows, and fill the cache: announce the pass, and count the tokens.
+
+        Returns the last tokens' hidden states, [rows, hidden].
+        """
+        lengths = np.array([len(tokens) for tokens in rows])
+        token_ids = torch.from_numpy(np.concatenate(rows)).to(self.device)
+        self.expert_sync.announce(len(token_ids))
         hidden = self.model(token_ids[None, :], position, attend).squeeze(1)
         self.stats.prompt_tokens += len(token_ids)
         return hidden[self._tensor(lengths.cumsum() - 1)]
@@ -275,22 +382,22 @@ class Generation:
             steps = min(steps, most)
         self._preempt(steps)
         rows = len(self.active)
-        self.cache.fit(rows, self._longest_row(steps))
+        self._fit_cache(self._longest_row(steps))
         if self._groups is None:
             self._groups = self.states.group_by_settings(self.active)
         for _ in range(steps):
             position = self.states.position[:rows]
             attend = DecodeStep(cache=self.cache, position=position)
-            self.rounds.announce(rows)
+            self.expert_sync.announce(rows)
             hidden = self._decoder(self.states.last[:rows], position, attend)
             self._draw_next(hidden, slice(0, rows), self._groups)
         return steps
 
-    def _draw_next(self, hidden: Tensor, slots: slice, groups: Sequence[RowGroup]) -> None:
+    def _draw_next(self, hidden: Tensor, cache_rows: slice, groups: Sequence[RowGroup]) -> None:
         model = self.model
         weight, vocab, group = model.output_weight, model.architecture.vocab_size, model.tp_group
-        logits = full_logits(hidden, weight, vocab, group, linear)
-        uniforms, count = self.states.next_uniforms(slots)
+        logits = full_logits(hidden, weight, vocab, group, self._linear)
+        uniforms, count = self.states.next_uniforms(cache_rows)
         tokens, log_probs = torch.zeros_like(count), torch.zeros_like(uniforms)
         for row_group in groups:
             at = row_group.rows
@@ -298,34 +405,47 @@ class Generation:
                 logits[at], uniforms[at], count[at], row_group.settings, row_group.ends
             )
         broadcast_from_first(tokens, group)
-        self.states.append(tokens, log_probs, slots, groups)
+        self.states.append(tokens, log_probs, cache_rows, groups)
 
     # Rows that leave
 
     def _remove_ended(self, decoded: bool) -> list[GrowingSample]:
         """Wait for the drawn tokens; remove ended samples from the batch and return them.
 
-        Ordered by slot; [] if no sample has ended. Drops tokens after a stop string and counts the
-        new tokens.
+        In the order of the batch; [] if no sample has ended. Drops tokens after a stop string and
+        counts the new tokens.
 
         Args:
             decoded: Whether the new tokens come from decode steps, not from a prefill.
         """
         counts, going = self.states.read_progress(len(self.active))
         counts, ended = counts.copy(), ~going
-        stopped = [slot for slot, row in enumerate(self.active) if row.settings.stop is not None]
+        stopped = [index for index, row in enumerate(self.active) if row.settings.stop is not None]
         if stopped:
             drawn, _ = self.states.read(stopped, int(counts.max()))
-            for slot, tokens in zip(stopped, drawn.tolist(), strict=True):
-                row = self.active[slot]
-                ended[slot] |= row.append_until_end(tokens[len(row.tokens) : counts[slot]])
-                counts[slot] = len(row.tokens)
+            for index, tokens in zip(stopped, drawn.tolist(), strict=True):
+                row = self.active[index]
+                ended[index] |= row.append_until_end(tokens[len(row.tokens) : counts[index]])
+                counts[index] = len(row.tokens)
         new = int((counts - self._counts).sum())
         self.stats.sampled_tokens += new
         self.stats.decoded_tokens += new if decoded else 0
         self._counts = counts
         leaving = np.flatnonzero(ended).tolist()
-        return self._remove_rows(leaving) if leaving else []
+        if not leaving:
+            return []
+        for index in leaving:
+            if self.active[index].request.is_turn:
+                self._keep(index)
+        return self._remove_rows(leaving)
+
+    def _keep(self, index: int) -> None:
+        """Keep a row for the next turn, without its last token, which no pass has computed yet."""
+        row = self.active[index]
+        drawn, _ = self.states.read([index], int(self._counts[index]))
+        token_ids = np.concatenate((row.request.prompt, drawn[0].numpy()))[:-1]
+        keys_and_values = self.cache.read_row(index, len(token_ids))
+        self.kept_rows[row.request.sample_id] = KeptRow(token_ids, keys_and_values)
 
     def _preempt(self, steps: int) -> None:
         """Move rows back to the queue's head if the cache is too small for `steps` more steps."""
@@ -343,31 +463,31 @@ class Generation:
         preempted = self._remove_rows(sorted(set(range(rows)) - set(kept)))
         self.waiting.extendleft(reversed(preempted))
 
-    def _remove_rows(self, slots: list[int]) -> list[GrowingSample]:
-        """Remove rows from the batch; return their samples, in `slots` order.
+    def _remove_rows(self, indices: list[int]) -> list[GrowingSample]:
+        """Remove rows from the batch; return their samples, in the order of `indices`.
 
         Waits for the device, and copies tokens and log-probs to the samples. The last rows move
-        into the freed slots.
+        into the freed ones.
 
         Raises:
             FloatingPointError: A log-prob is nan.
         """
-        tokens, log_probs = self.states.read(slots, int(self._counts[slots].max()))
-        for slot, drawn, logs in zip(slots, tokens.tolist(), log_probs, strict=True):
-            row, count = self.active[slot], self._counts[slot]
+        tokens, log_probs = self.states.read(indices, int(self._counts[indices].max()))
+        for index, drawn, logs in zip(indices, tokens.tolist(), log_probs, strict=True):
+            row, count = self.active[index], self._counts[index]
             check_log_probs(logs[:count])
             row.tokens, row.log_probs = drawn[:count], logs[:count].tolist()
-        removed, freed = [self.active[slot] for slot in slots], set(slots)
-        size = len(self.active) - len(slots)
-        target = [slot for slot in slots if slot < size]
-        source = [slot for slot in range(size, len(self.active)) if slot not in freed]
+        removed, freed = [self.active[index] for index in indices], set(indices)
+        size = len(self.active) - len(indices)
+        target = [index for index in indices if index < size]
+        source = [index for index in range(size, len(self.active)) if index not in freed]
         order = np.arange(size)
         if source:
             order[target] = source
-            where = self._tensor(source), self._tensor(target)
-            self.states.copy_rows(*where)
-            self.cache.copy(*where, self.cache.capacity)
-        self._set_active([self.active[slot] for slot in order], self._counts[order])
+            source_and_target = self._tensor(source), self._tensor(target)
+            self.states.copy_rows(*source_and_target)
+            self.cache.copy(*source_and_target, self.cache.capacity)
+        self._set_active([self.active[index] for index in order], self._counts[order])
         return removed
 
     def _set_active(self, rows: list[GrowingSample], counts: np.ndarray) -> None:
@@ -382,7 +502,7 @@ class Generation:
         return min(int(lengths.max(initial=0)) + more, self._max_length)
 
     def _tensor(self, numbers: Sequence[object] | np.ndarray) -> Tensor:
-        return torch.as_tensor(np.asarray(numbers, dtype=np.int64)).to(self.where)
+        return torch.as_tensor(np.asarray(numbers, dtype=np.int64)).to(self.device)
 
 
 def broadcast_from_first(values: Tensor, group: dist.ProcessGroup) -> None:

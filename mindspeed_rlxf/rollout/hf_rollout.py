@@ -20,6 +20,7 @@ from mindspeed_rlxf.config.hf_config import read_text_config
 from mindspeed_rlxf.config.lora import LoraConfig
 from mindspeed_rlxf.config.schema import ActorConfig
 from mindspeed_rlxf.models.adapter_parameters import A, B
+from mindspeed_rlxf.models.heads import fp32_linear
 from mindspeed_rlxf.models.hf_adapters import linear_modules
 from mindspeed_rlxf.models.hf_names import Piece, find_pieces, stored_tensors
 from mindspeed_rlxf.rollout.rollout_engine import (
@@ -42,6 +43,11 @@ class TransformersRollout:
         dtype = torch.bfloat16 if actor.bf16 else torch.float32
         self.model = AutoModelForCausalLM.from_config(described, dtype=dtype).eval()
         self.model.requires_grad_(False)
+        if actor.has_fp32_logits:
+            head = self.model.get_output_embeddings()
+            head.forward = lambda hidden: fp32_linear(hidden.flatten(0, 1), head.weight).unflatten(
+                0, hidden.shape[:2]
+            )
         tensors, pieces = stored_tensors(self.model), find_pieces(self.model)
         # Name in a file -> that part of the model, which shares its memory.
         self._places = {piece.name: (name, piece) for name in tensors for piece in pieces[name]}

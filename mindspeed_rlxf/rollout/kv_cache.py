@@ -1,10 +1,10 @@
 """Growing key-value cache, and the attention in prefill and decode.
 
-Axes: slots = cache rows, groups = key-value groups used by this tensor-parallel rank; ranks that
-share a group each have its keys and values. Batch rows are always slots 0 .. n - 1, so that a
-decode step computes only these.
+Axes: rows = cache rows, groups = key-value groups used by this tensor-parallel rank; ranks that
+share a group each have its keys and values. The batch is always rows 0 .. n - 1, so that a decode
+step computes only these.
 
-A layer's keys are one tensor [slots, groups, capacity, head_dim]. The capacity is the longest row's
+A layer's keys are one tensor [rows, groups, capacity, head_dim]. The capacity is the longest row's
 length, rounded up to pages with PAGE tokens: it grows a page at a time and shrinks when long rows
 have ended. So a row takes memory for the longest row now, not for the most tokens it may get. The
 cache is copied once in PAGE steps, one layer after the other.
@@ -12,6 +12,7 @@ cache is copied once in PAGE steps, one layer after the other.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,7 +24,7 @@ from mindspeed_rlxf.models.attention import Attend, PackedKernel, PackedSequence
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Size per cache slot on this rank."""
+    """Size per cache row on this rank."""
 
     num_layers: int
     groups: int
@@ -37,51 +38,74 @@ class CacheShape:
 
 
 class KvCache:
-    """Keys and values for all layers: [layer][slots, groups, capacity, head_dim]."""
+    """Keys and values for all layers: [layer][rows, groups, capacity, head_dim]."""
 
-    def __init__(self, shape: CacheShape, max_length: int, where: torch.device) -> None:
-        """Make a cache without slots, for rows with up to `max_length` tokens."""
-        self.shape, self.max_length, self.slots, self.capacity = shape, max_length, 0, 0
+    def __init__(self, shape: CacheShape, max_length: int, device: torch.device) -> None:
+        """Make a cache without rows, which may have up to `max_length` tokens."""
+        self.shape = shape
+        self.max_length = max_length
+        self.num_rows = 0
+        self.capacity = 0
         empty = (0, shape.groups, 0, shape.head_dim)
         layers = range(shape.num_layers)
-        self.keys = [torch.zeros(empty, dtype=shape.dtype, device=where) for _ in layers]
+        self.keys = [torch.zeros(empty, dtype=shape.dtype, device=device) for _ in layers]
         self.values = [torch.zeros_like(keys) for keys in self.keys]
 
-    def fit(self, slots: int, length: int) -> None:
-        """Reallocate the cache for `slots` rows with `length` tokens, rounded up to pages.
+    def fit(self, num_rows: int, length: int) -> None:
+        """Reallocate the cache for `num_rows` rows with `length` tokens, rounded up to pages.
 
-        The first `slots` rows keep their keys and values, as far as the new capacity goes. A cache
-        that is large enough stays unchanged, unless it is over a page longer than needed, or has
-        twice the slots or more.
+        The first `num_rows` rows keep their keys and values, as far as the new capacity goes. A
+        cache that is large enough stays unchanged, unless it is over a page longer than needed, or
+        has twice the rows or more.
         """
         capacity = min(round_to_pages(length), self.max_length)
-        if slots <= self.slots and capacity <= self.capacity <= capacity + PAGE:
-            if 2 * slots > self.slots:
+        if num_rows <= self.num_rows and capacity <= self.capacity <= capacity + PAGE:
+            if 2 * num_rows > self.num_rows:
                 return
             capacity = self.capacity
-        kept = min(slots, self.slots), min(capacity, self.capacity)
-        size = (slots, self.shape.groups, capacity, self.shape.head_dim)
+        num_kept_rows = min(num_rows, self.num_rows)
+        kept_capacity = min(capacity, self.capacity)
+        size = (num_rows, self.shape.groups, capacity, self.shape.head_dim)
         for tensors in (self.keys, self.values):
             for layer, old in enumerate(tensors):
                 # Zeros, because a mask does not hide NaN at places that a row has not reached.
                 tensors[layer] = old.new_zeros(size)
-                tensors[layer][: kept[0], :, : kept[1]] = old[: kept[0], :, : kept[1]]
+                kept = (slice(num_kept_rows), slice(None), slice(kept_capacity))
+                tensors[layer][kept] = old[kept]
                 del old
-        self.slots, self.capacity = slots, capacity
+        self.num_rows = num_rows
+        self.capacity = capacity
 
     def write(self, layer: int, index: tuple[Tensor, ...], key: Tensor, value: Tensor) -> None:
         """Store each token's key and value, [tokens, groups, head_dim] each.
 
-        `layer` counts from 1; `index` has (slot, group, position), int64 tensors that broadcast to
+        `layer` counts from 1; `index` has (row, group, position), int64 tensors that broadcast to
         [tokens, groups].
         """
         self.keys[layer - 1][index] = key
         self.values[layer - 1][index] = value
 
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Copy the first `length` positions from slots `source` to slots `target`."""
+        """Copy the first `length` positions from rows `source` to rows `target`."""
         for tensor in (*self.keys, *self.values):
             tensor[target, :, :length] = tensor[source, :, :length]
+
+    def read_row(self, row: int, length: int) -> Tensor:
+        """Return a copy of a row's first `length` positions, [2 layers, groups, length, d]."""
+        return torch.stack([tensor[row, :, :length] for tensor in (*self.keys, *self.values)])
+
+    def write_row(self, row: int, first: Tensor) -> None:
+        """Write a row's first positions, as `read_row` has returned them."""
+        for tensor, copied in zip((*self.keys, *self.values), first, strict=True):
+            tensor[row, :, : first.size(2)] = copied
+
+
+@dataclass(frozen=True, eq=False)
+class KeptRow:
+    """Tokens of a row that has left the batch, and their keys and values (`KvCache.read_row`)."""
+
+    token_ids: np.ndarray
+    keys_and_values: Tensor
 
 
 @dataclass
@@ -89,13 +113,13 @@ class Prefill(PackedSequences):
     """Attention over whole packed rows; their keys and values go to the cache."""
 
     cache: KvCache = None  # type: ignore[assignment]
-    slot: Tensor = None  # type: ignore[assignment]  # [tokens] int64, slot of each token's row
+    cache_row: Tensor = None  # type: ignore[assignment]  # [tokens] int64, each token's row
     position: Tensor = None  # type: ignore[assignment]  # [tokens] int64, in the row
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        group = torch.arange(self.cache.shape.groups, device=self.slot.device)
-        self._places = self.slot[:, None], group, self.position[:, None]
+        group = torch.arange(self.cache.shape.groups, device=self.cache_row.device)
+        self._places = self.cache_row[:, None], group, self.position[:, None]
 
     def attend(
         self,
@@ -111,8 +135,63 @@ class Prefill(PackedSequences):
 
 
 @dataclass
+class Continuation(Attend):
+    """Attention from the new tokens of rows, packed, to all tokens in them.
+
+    The cache has the keys and values of each row's earlier tokens. Every device uses torch's own
+    attention, once per row.
+    """
+
+    cache: KvCache = None  # type: ignore[assignment]
+    cache_rows: tuple[int, ...] = ()
+    num_earlier: tuple[int, ...] = ()  # of each row, tokens in the cache
+    lengths: tuple[int, ...] = ()  # of each row, new tokens
+
+    def __post_init__(self) -> None:
+        where = self.cache.keys[0].device
+        self._masks = []
+        positions = []
+        for start, length in zip(self.num_earlier, self.lengths, strict=True):
+            position = torch.arange(start, start + length)
+            positions.append(position)
+            visible = torch.arange(start + length) <= position[:, None]
+            self._masks.append(visible.to(where))
+        self.position = torch.cat(positions).to(where)  # [tokens], in the row
+        row = torch.tensor(self.cache_rows).repeat_interleave(torch.tensor(self.lengths)).to(where)
+        group = torch.arange(self.cache.shape.groups, device=where)
+        self._index = row[:, None], group, self.position[:, None]
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        fused: PackedKernel | None = None,
+    ) -> Tensor:
+        """Write keys and values to the cache, and attend to all tokens in each row."""
+        self.cache.write(layer, self._index, key, value)
+        keys, values = self.cache.keys[layer - 1], self.cache.values[layer - 1]
+        gqa = query.size(1) != key.size(1)
+        outs = []
+        for row, row_query, mask in zip(
+            self.cache_rows, query.split(self.lengths), self._masks, strict=True
+        ):
+            num_tokens = mask.size(1)
+            out = F.scaled_dot_product_attention(
+                row_query.transpose(0, 1).unsqueeze(0),
+                keys[row : row + 1, :, :num_tokens],
+                values[row : row + 1, :, :num_tokens],
+                attn_mask=mask,
+                enable_gqa=gqa,
+            )
+            outs.append(out.squeeze(0).transpose(0, 1))
+        return torch.cat(outs)
+
+
+@dataclass
 class DecodeStep(Attend):
-    """Attention from one new token for each slot 0 .. n - 1 to all tokens in its slot.
+    """Attention from one new token for each row 0 .. n - 1 to all tokens in its row.
 
     Every device uses torch's own attention: the NPU's fused operator is made for training, and its
     inference operators support neither fp32 nor this cache layout.
@@ -130,9 +209,9 @@ class DecodeStep(Attend):
             hidden = torch.zeros(visible.shape, dtype=shape.dtype, device=where)
             visible = hidden.masked_fill_(~visible, float("-inf"))
         self._mask = visible[:, None, None, :]  # [n, 1, 1, capacity]
-        slot = torch.arange(len(self.position), device=where)
+        row = torch.arange(len(self.position), device=where)
         group = torch.arange(shape.groups, device=where)
-        self._index = slot[:, None], group, self.position[:, None]
+        self._index = row[:, None], group, self.position[:, None]
 
     def attend(
         self,
@@ -142,7 +221,7 @@ class DecodeStep(Attend):
         value: Tensor,
         fused: PackedKernel | None = None,
     ) -> Tensor:
-        """Write each row's new key and value to the cache, and attend to all tokens in its slot.
+        """Write each row's new key and value to the cache, and attend to all tokens in its row.
 
         Keys and values are [n, groups, d]; queries and the result are [n, heads, d] or [n, groups,
         heads per group, d].
@@ -150,7 +229,7 @@ class DecodeStep(Attend):
         rows, groups = key.size(0), key.size(1)
         self.cache.write(layer, self._index, key, value)
         keys, values = self.cache.keys[layer - 1], self.cache.values[layer - 1]
-        if rows < self.cache.slots:
+        if rows < self.cache.num_rows:
             keys, values = keys[:rows], values[:rows]
         # The queries of a group stand on the sequence axis, so that no key is copied for each query
         # and scores stay fp32 inside the kernel.

@@ -47,6 +47,17 @@ class GrowingSample:
         self.log_probs: list[float] = list(self._begun.log_probs)
 
     @property
+    def num_drawn(self) -> int:
+        """Number of copied tokens behind the request's part."""
+        return len(self.tokens) - len(self._begun.tokens)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the copied tokens are a whole response, or a whole turn."""
+        is_longest = len(self.tokens) >= self.settings.max_new_tokens
+        return is_longest or self.settings.ends_with(self.tokens[self.turn_start :])
+
+    @property
     def prefill_ids(self) -> np.ndarray:
         """Input for a prefill: the prompt, then the copied response; [tokens] int64."""
         return np.concatenate((self.request.prompt, np.asarray(self.tokens, dtype=np.int64)))
@@ -76,8 +87,7 @@ class GrowingSample:
         return replace(self.request, begun=begun)
 
     def _versions(self, weights_version: int) -> list[int]:
-        num_new = len(self.tokens) - len(self._begun.tokens)
-        return self._begun.versions + [weights_version] * num_new
+        return self._begun.versions + [weights_version] * self.num_drawn
 
 
 @dataclass(frozen=True)
@@ -95,41 +105,43 @@ class RowGroup:
 
 
 class RowStates:
-    """Tokens, log-probs and progress for each row, on the device. Row i is cache slot i.
+    """Tokens, log-probs and progress for each row, on the device. Row i is row i of the KV cache.
 
-    Axes: slots = most rows, width = most tokens in a response.
+    Axes: rows = most rows, width = most tokens in a response.
 
     A row that has ended is still decoded until the host reads the progress. Its surplus tokens land
     behind its response, and nothing reads them.
     """
 
-    def __init__(self, slots: int, width: int, where: torch.device) -> None:
-        """Allocate zeros for `width` response tokens in each slot.
+    def __init__(self, max_rows: int, width: int, device: torch.device) -> None:
+        """Allocate zeros for `width` response tokens in each row.
 
         One more column takes what is appended to full rows.
         """
-        self.width, self.where = width, where
+        self.width = width
+        self.device = device
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=where)
+            return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.tokens = zeros(slots, width + 1)
-        self.log_probs = zeros(slots, width + 1, dtype=torch.float32)
-        self.uniforms = zeros(slots, width + 1, dtype=torch.float32)
-        self.last = zeros(slots)  # last token, the input of the next decode step
-        self.position = zeros(slots)  # position of the last token in prompt and response
-        self.count = zeros(slots)  # tokens of the response
-        self.limit = zeros(slots)  # most tokens of the response
-        self.turn_start = zeros(slots)  # tokens of the response before its turn
-        self.going = zeros(slots)  # 1 = goes on, 0 = has ended
+        self.tokens = zeros(max_rows, width + 1)
+        self.log_probs = zeros(max_rows, width + 1, dtype=torch.float32)
+        self.uniforms = zeros(max_rows, width + 1, dtype=torch.float32)
+        self.last = zeros(max_rows)  # last token, the input of the next decode step
+        self.position = zeros(max_rows)  # position of the last token in prompt and response
+        self.count = zeros(max_rows)  # tokens of the response
+        self.limit = zeros(max_rows)  # most tokens of the response
+        self.turn_start = zeros(max_rows)  # tokens of the response before its turn
+        self.is_active = zeros(max_rows)  # 1 = goes on, 0 = has ended
 
     def set_up(self, first: int, rows: Sequence[GrowingSample]) -> None:
-        """Set the slots from `first` for rows to be prefilled.
+        """Set the rows from `first` on, which are to be prefilled.
 
         Copies their responses so far. Sampling rows get random numbers for a whole response, the
         others zeros.
         """
-        shape, slots = (len(rows), self.width + 1), slice(first, first + len(rows))
+        shape = (len(rows), self.width + 1)
+        cache_rows = slice(first, first + len(rows))
         uniforms, log_probs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
         tokens, numbers = np.zeros(shape, np.int64), []
         for i, row in enumerate(rows):
@@ -138,12 +150,12 @@ class RowStates:
                 uniforms[i, :limit] = uniform_numbers(request.seed, request.sample_id, limit)
             tokens[i, :count], log_probs[i, :count] = row.tokens, row.log_probs[:count]
             numbers.append((len(request.prompt) + count - 1, count, limit, row.turn_start, 1))
-        self.uniforms[slots] = torch.from_numpy(uniforms).to(self.where)
-        self.log_probs[slots] = torch.from_numpy(log_probs).to(self.where)
-        self.tokens[slots] = torch.from_numpy(tokens).to(self.where)
-        columns = torch.tensor(numbers).to(self.where).unbind(1)
-        self.position[slots], self.count[slots], self.limit[slots] = columns[:3]
-        self.turn_start[slots], self.going[slots] = columns[3:]
+        self.uniforms[cache_rows] = torch.from_numpy(uniforms).to(self.device)
+        self.log_probs[cache_rows] = torch.from_numpy(log_probs).to(self.device)
+        self.tokens[cache_rows] = torch.from_numpy(tokens).to(self.device)
+        columns = torch.tensor(numbers).to(self.device).unbind(1)
+        self.position[cache_rows], self.count[cache_rows], self.limit[cache_rows] = columns[:3]
+        self.turn_start[cache_rows], self.is_active[cache_rows] = columns[3:]
 
     def group_by_settings(self, rows: Sequence[GrowingSample]) -> list[RowGroup]:
         """Group rows whose `sampling` is equal, ordered by each group's first row."""
@@ -153,40 +165,40 @@ class RowStates:
         return [
             RowGroup(
                 settings,
-                torch.tensor(group).to(self.where) if len(indices) > 1 else slice(None),
-                torch.tensor(settings.eos_token_ids).to(self.where)
+                torch.tensor(group).to(self.device) if len(indices) > 1 else slice(None),
+                torch.tensor(settings.eos_token_ids).to(self.device)
                 if settings.eos_token_ids
                 else None,
             )
             for settings, group in indices.items()
         ]
 
-    def next_uniforms(self, slots: slice) -> tuple[Tensor, Tensor]:
+    def next_uniforms(self, cache_rows: slice) -> tuple[Tensor, Tensor]:
         """Return each row's random number for its next token, and its turn's tokens.
 
         [rows] fp32 and [rows] int64, on the device.
         """
-        count = self.count[slots]
-        uniforms = self.uniforms[slots].gather(1, count[:, None]).squeeze(1)
-        return uniforms, count - self.turn_start[slots]
+        count = self.count[cache_rows]
+        uniforms = self.uniforms[cache_rows].gather(1, count[:, None]).squeeze(1)
+        return uniforms, count - self.turn_start[cache_rows]
 
     def append(
-        self, tokens: Tensor, log_probs: Tensor, slots: slice, groups: Sequence[RowGroup]
+        self, tokens: Tensor, log_probs: Tensor, cache_rows: slice, groups: Sequence[RowGroup]
     ) -> None:
-        """Append a token to each row in these slots that has not ended.
+        """Append a token to each of these rows that has not ended.
 
         A row ends with an EOS from its group, or at its limit. Does not wait for the device.
         """
-        count, going = self.count[slots], self.going[slots]
-        self.tokens[slots].scatter_(1, count[:, None], tokens[:, None])
-        self.log_probs[slots].scatter_(1, count[:, None], log_probs[:, None])
-        self.last[slots] = tokens
-        count += going
-        self.position[slots] += going
-        going *= count < self.limit[slots]
+        count, is_active = self.count[cache_rows], self.is_active[cache_rows]
+        self.tokens[cache_rows].scatter_(1, count[:, None], tokens[:, None])
+        self.log_probs[cache_rows].scatter_(1, count[:, None], log_probs[:, None])
+        self.last[cache_rows] = tokens
+        count += is_active
+        self.position[cache_rows] += is_active
+        is_active *= count < self.limit[cache_rows]
         for group in groups:
             if group.ends is not None:
-                going[group.rows] *= (tokens[group.rows][:, None] != group.ends).all(-1)
+                is_active[group.rows] *= (tokens[group.rows][:, None] != group.ends).all(-1)
 
     def read_progress(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Wait for the device, and copy the first `rows` rows' progress to the host.
@@ -194,16 +206,16 @@ class RowStates:
         Returns:
             Each response's tokens [rows] int64, and [rows] bool, True = has not ended.
         """
-        count, going = torch.stack((self.count[:rows], self.going[:rows])).cpu().numpy()
-        return count, going > 0
+        count, is_active = torch.stack((self.count[:rows], self.is_active[:rows])).cpu().numpy()
+        return count, is_active > 0
 
-    def read(self, slots: Sequence[int], most: int) -> tuple[Tensor, Tensor]:
-        """Wait for the device; return the slots' tokens and log-probs, [slots, most] each."""
-        at = torch.tensor(slots).to(self.where)
+    def read(self, cache_rows: Sequence[int], most: int) -> tuple[Tensor, Tensor]:
+        """Wait for the device; return the rows' tokens and log-probs, [rows, most] each."""
+        at = torch.tensor(cache_rows).to(self.device)
         return self.tokens[at, :most].cpu(), self.log_probs[at, :most].cpu()
 
     def copy_rows(self, source: Tensor, target: Tensor) -> None:
-        """Copy the states from slots `source` to slots `target`, overwriting them."""
+        """Copy the states from rows `source` to rows `target`, overwriting them."""
         for state in (self.tokens, self.log_probs, self.uniforms, self.last, self.position,
-                      self.count, self.limit, self.turn_start, self.going):  # fmt: skip
+                      self.count, self.limit, self.turn_start, self.is_active):  # fmt: skip
             state[target] = state[source]

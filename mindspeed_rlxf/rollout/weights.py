@@ -14,21 +14,26 @@ from mindspeed_rlxf.config.lora import LoraConfig
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.parallel import ParallelGroups
-from mindspeed_rlxf.engine.train_engine import Part
+from mindspeed_rlxf.engine.train_engine import MemoryKind
 from mindspeed_rlxf.models.adapter_parameters import adapter_parameters, adapter_shapes
 from mindspeed_rlxf.models.adapters import attach_adapters
 from mindspeed_rlxf.models.grouped_experts import stack_experts
+from mindspeed_rlxf.models.heads import fp32_linear
 from mindspeed_rlxf.models.parameters import Head, StageParameter, hf_shapes, stage_parameters
 from mindspeed_rlxf.models.shared_experts import Exchange, share_experts
 from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
-from mindspeed_rlxf.rollout.rounds import Rounds
+from mindspeed_rlxf.rollout.expert_sync import ExpertSync
 from mindspeed_rlxf.weights.chunks import shard_chunks
 
 
 def build_rollout_module(
-    architecture: ArchitectureConfig, groups: ParallelGroups, dtype: torch.dtype, lora: LoraConfig
-) -> tuple[TransformerModel, Rounds]:
-    """Build a module without gradients, with all layers and this rank's experts, and its `Rounds`.
+    architecture: ArchitectureConfig,
+    groups: ParallelGroups,
+    dtype: torch.dtype,
+    lora: LoraConfig,
+    fp32_head: bool,
+) -> tuple[TransformerModel, ExpertSync]:
+    """Build a module without gradients, with all layers and this rank's experts, and its sync.
 
     Its linears have the adapters of `lora`, which compute beside the weights. Neither are set. With
     expert parallelism the layers share their experts across the group.
@@ -39,12 +44,14 @@ def build_rollout_module(
     config.expert_model_parallel_size = ep
     with groups.active():
         module = TransformerModel(config, architecture, Head.LANGUAGE_MODEL, True, True)
+    if fp32_head:
+        module.linear = fp32_linear
     if lora.rank:
         table = stage_parameters(architecture, Head.LANGUAGE_MODEL)
         attach_adapters(module, table, architecture, tp, lora)
     exchange = Exchange(groups.ep, groups.tp)
     layers = share_experts(module, exchange) if ep > 1 else []
-    return module.requires_grad_(False), Rounds(layers, exchange, groups.ep_host)
+    return module.requires_grad_(False), ExpertSync(layers, exchange, groups.ep_host)
 
 
 def rollout_parameters(
@@ -71,8 +78,8 @@ class SharedWeights:
         experts = engine.groups.ep
         self.groups = ParallelGroups(engine.groups.tp.size(), 1, seed, ep=experts.size())
         architecture, lora = engine.role.architecture, engine.lora
-        self.module, self.rounds = build_rollout_module(
-            architecture, self.groups, engine.dtype, lora
+        self.module, self.expert_sync = build_rollout_module(
+            architecture, self.groups, engine.dtype, lora, engine.role.has_fp32_logits
         )
         self._table = rollout_parameters(architecture, lora, experts.rank(), experts.size())
         self._parameters = dict(self.module.named_parameters())
@@ -89,7 +96,7 @@ class SharedWeights:
         With a pipeline this is a collective over the role's ranks. The trained weights stay on the
         device until `sleep`.
         """
-        self._kept_on_device.enter_context(self.engine.holding(Part.WEIGHTS))
+        self._kept_on_device.enter_context(self.engine.holding(MemoryKind.WEIGHTS))
         weights = self.engine.weights
         shared = (*weights.table, *weights.adapters)
         trained = {p.sources: p.name for p in shared if not p.is_tied_output_layer}
@@ -142,6 +149,7 @@ class OwnWeights:
         seed: int,
         ep: int = 1,
         lora: LoraConfig | None = None,
+        fp32_head: bool = False,
     ) -> None:
         """Build the module on the device with zero weights; a collective over the world.
 
@@ -150,7 +158,9 @@ class OwnWeights:
         self.architecture, self.lora = architecture, lora or LoraConfig()
         self.has_base = False  # whether a whole model was sent
         self.groups = ParallelGroups(tp, 1, seed, ep=ep)
-        module, self.rounds = build_rollout_module(architecture, self.groups, dtype, self.lora)
+        module, self.expert_sync = build_rollout_module(
+            architecture, self.groups, dtype, self.lora, fp32_head
+        )
         self.module = module.to(device=device.current_device(), dtype=dtype)
         stack_experts(self.module)
         for parameter in self.module.parameters():

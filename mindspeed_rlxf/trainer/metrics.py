@@ -3,6 +3,7 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -30,15 +31,15 @@ def rollout_metrics(lengths: ResponseLengths) -> dict[str, float]:
 
     `eos_fraction` counts responses ended by EOS or a stop string.
     """
-    finished = sum(lengths.has_eos) / len(lengths.has_eos)
+    eos_fraction = sum(lengths.has_eos) / len(lengths.has_eos)
     p50, p90 = np.quantile(lengths.responses, (0.5, 0.9), method="inverted_cdf")
     return {
         **_summary(lengths.prompts).named("prompt_length"),
         **_summary(lengths.responses).named("response_length"),
         "response_length/p50": float(p50),
         "response_length/p90": float(p90),
-        "response_length/eos_fraction": finished,
-        "response_length/truncated_fraction": 1.0 - finished,
+        "response_length/eos_fraction": eos_fraction,
+        "response_length/truncated_fraction": 1.0 - eos_fraction,
     }
 
 
@@ -52,13 +53,16 @@ def staleness_metrics(reports: Sequence[GenerateReport], version: int) -> dict[s
         reports: Generation of the trained samples.
         version: Updates of the actor before this one.
     """
-    lengths = [length for report in reports for length in report.response_lengths]
-    means = [mean for report in reports for mean in report.mean_versions]
-    total = sum(length * mean for length, mean in zip(lengths, means, strict=True))
-    oldest = min(each for report in reports for each in report.oldest_versions)
+    num_tokens = 0
+    sum_of_versions = 0.0  # over tokens
+    for report in reports:
+        for length, mean_version in zip(report.response_lengths, report.mean_versions, strict=True):
+            num_tokens += length
+            sum_of_versions += length * mean_version
+    oldest_version = min(min(report.oldest_versions) for report in reports)
     return {
-        "staleness/mean": version - total / sum(lengths),
-        "staleness/max": float(version - oldest),
+        "staleness/mean": version - sum_of_versions / num_tokens,
+        "staleness/max": float(version - oldest_version),
     }
 
 
@@ -68,19 +72,27 @@ def agent_metrics(reports: Sequence[GenerateReport]) -> dict[str, float]:
     As `rollout/turns/...`, `rollout/tool_calls/mean` and `rollout/agent_failures/<cause>`; {} if no
     agent leads a sample.
     """
-    all_records = [record for report in reports for record in report.records]
-    records = [record for record in all_records if record is not None]
-    if not records:
+    num_turns: list[int] = []  # of each conversation, as num_tool_calls
+    num_tool_calls: list[int] = []
+    failures: Counter[str] = Counter()  # by cause
+    for record in chain.from_iterable(report.records for report in reports):
+        if record is None:
+            continue
+        num_turns.append(len(record.turns))
+        num_tool_calls.append(record.num_tool_calls)
+        if record.failure is not None:
+            failures[record.failure.cause] += 1
+    if not num_turns:
         return {}
-    num_turns = [len(record.turns) for record in records]
-    causes = Counter(record.failure.cause for record in records if record.failure is not None)
-    return {
-        "rollout/turns/mean": sum(num_turns) / len(records),
+    metrics = {
+        "rollout/turns/mean": _mean(num_turns),
         "rollout/turns/max": float(max(num_turns)),
-        "rollout/tool_calls/mean": sum(each.num_tool_calls for each in records) / len(records),
-        "rollout/agent_failures": float(causes.total()),
-        **{f"rollout/agent_failures/{cause}": float(n) for cause, n in sorted(causes.items())},
+        "rollout/tool_calls/mean": _mean(num_tool_calls),
+        "rollout/agent_failures": float(failures.total()),
     }
+    for cause, count in sorted(failures.items()):
+        metrics[f"rollout/agent_failures/{cause}"] = float(count)
+    return metrics
 
 
 def wait_metrics(generated: float, trained: float) -> dict[str, float]:
@@ -108,7 +120,9 @@ def log_prob_metrics(reports: Sequence[LogProbReport]) -> dict[str, float]:
     gap = Summary.merge(report.gap for report in reports)
     metrics = {"rollout/log_prob_gap_mean": gap.mean, "rollout/log_prob_gap_max": gap.largest}
     weights = [report.weight for report in reports if report.weight is not None]
-    return metrics | (Summary.merge(weights).named("rollout/is_weight") if weights else {})
+    if weights:
+        metrics |= Summary.merge(weights).named("rollout/is_weight")
+    return metrics
 
 
 def score_metrics(report: ScoreReport) -> dict[str, float]:
@@ -117,20 +131,21 @@ def score_metrics(report: ScoreReport) -> dict[str, float]:
     With reward functions, a part is averaged over the samples having it; otherwise a missing part
     counts as 0.
     """
-    values: dict[str, list[float]] = {}
-    for part in report.parts:
-        for name, value in part.items():
+    values_of_part: dict[str, list[float]] = defaultdict(list)
+    for parts_of_sample in report.parts:
+        for name, value in parts_of_sample.items():
             if not isinstance(value, str):
-                values.setdefault(name, []).append(value)
-    by_function, count = bool(report.failures), len(report.parts)
-    metrics = {
-        f"reward/{name}": sum(found) / (len(found) if by_function else count)
-        for name, found in sorted(values.items())
-    }
+                values_of_part[name].append(value)
+    by_function = bool(report.failures)  # None for each sample that a function could score
+    metrics = {}
+    for name, values in sorted(values_of_part.items()):
+        num_averaged = len(values) if by_function else len(report.parts)
+        metrics[f"reward/{name}"] = sum(values) / num_averaged
     if by_function:
         causes = Counter(failure.cause for failure in report.failures if failure)
         metrics["reward/failed"] = float(causes.total())
-        metrics |= {f"reward/failed_{cause}": float(n) for cause, n in sorted(causes.items())}
+        for cause, count in sorted(causes.items()):
+            metrics[f"reward/failed_{cause}"] = float(count)
     return metrics
 
 
@@ -140,14 +155,17 @@ def source_metrics(report: ScoreReport, sources: Sequence[str]) -> dict[str, flo
     Failed samples are left out; a part is averaged over the samples having it. `sources` has each
     sample's data source.
     """
-    values: dict[str, list[float]] = {}
-    failures = report.failures or [None] * len(report.scores)
-    parts = report.parts or [{}] * len(report.scores)
-    for source, score, named, failure in zip(sources, report.scores, parts, failures, strict=True):
-        for name, value in {} if failure else {"score": score, **named}.items():
+    values: dict[str, list[float]] = defaultdict(list)
+    for row, source in enumerate(sources):
+        if report.failures and report.failures[row] is not None:
+            continue
+        named_values: dict[str, float | str] = {"score": report.scores[row]}
+        if report.parts:
+            named_values |= report.parts[row]
+        for name, value in named_values.items():
             if not isinstance(value, str):
-                values.setdefault(f"train/{source}/{name}", []).append(value)
-    return {name: sum(found) / len(found) for name, found in values.items()}
+                values[f"train/{source}/{name}"].append(value)
+    return {name: _mean(of_samples) for name, of_samples in values.items()}
 
 
 def group_metrics(report: ScoreReport, group_size: int) -> dict[str, float]:
@@ -156,13 +174,16 @@ def group_metrics(report: ScoreReport, group_size: int) -> dict[str, float]:
     Unscored responses do not count, nor do prompts with fewer than two others; {} if no prompt
     counts.
     """
-    scored = report.is_scored
-    counts = [sum(scored[i : i + group_size]) for i in range(0, len(scored), group_size)]
-    groups = sum(count > 1 for count in counts)
-    if not groups:
+    is_scored = report.is_scored
+    num_compared = 0
+    for start in range(0, len(is_scored), group_size):
+        num_scored = sum(is_scored[start : start + group_size])
+        num_compared += num_scored > 1
+    if num_compared == 0:
         return {}
-    alike = groups - len(groups_that_differ(report.scores, scored, group_size))
-    return {"rollout/equal_score_groups": alike / groups}
+    num_different = len(groups_that_differ(report.scores, is_scored, group_size))
+    num_equal = num_compared - num_different
+    return {"rollout/equal_score_groups": num_equal / num_compared}
 
 
 def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> dict[str, float]:
@@ -171,19 +192,23 @@ def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> d
     KL is missing if the reports have none (no reference, or measured by the update). A critic adds
     returns, values and the explained variance.
     """
-    kl = [value for report in reports for value in report.kl]
-    metrics = {"critic/kl": sum(kl) / len(kl)} if kl else {}
+    metrics = {}
+    kl_of_samples = [kl for report in reports for kl in report.kl]
+    if kl_of_samples:
+        metrics["critic/kl"] = _mean(kl_of_samples)
     metrics["critic/kl_coeff"] = kl_coef
-    if num_masked := sum(report.num_masked for report in reports):
+    num_masked = sum(report.num_masked for report in reports)
+    if num_masked:
         metrics["reward/masked"] = float(num_masked)
     rejected = [report.rejected for report in reports if report.rejected is not None]
-    if any(part.count for part in rejected):
+    if any(summary.count for summary in rejected):
         metrics["rollout/rejected_tokens"] = Summary.merge(rejected).mean
     for name in ("score", "rewards", "advantages", "returns", "values"):
-        parts = [getattr(report, name) for report in reports]
-        if None not in parts:  # only a critic reports returns and values
-            metrics.update(Summary.merge(parts).named(f"critic/{name}"))
-    if fits := [report.fit for report in reports if report.fit is not None]:
+        summaries = [getattr(report, name) for report in reports]
+        if None not in summaries:  # only a critic reports returns and values
+            metrics.update(Summary.merge(summaries).named(f"critic/{name}"))
+    fits = [report.fit for report in reports if report.fit is not None]
+    if fits:
         metrics["critic/explained_variance"] = explained_variance(fits)
     return metrics
 
@@ -194,18 +219,17 @@ def update_metrics(role: str, report: UpdateReport) -> dict[str, float]:
     Names get the prefix `role/` unless they have a slash. `role/pg_loss_abs` is the mean
     |mini-batch loss|, because the plain mean is near 0 with whitened advantages.
     """
-    taken = [step for step in report.steps if not step.get(SKIPPED)]
-
-    def mean(values: list[float]) -> float:
-        return sum(values) / len(values) if values else math.nan
-
-    names = [name for name in report.steps[0] if name != SKIPPED]
-    found = {name: mean([step[name] for step in taken if name in step]) for name in names}
-    metrics = {name if "/" in name else f"{role}/{name}": value for name, value in found.items()}
-    if "pg_loss" in names:
-        metrics[f"{role}/pg_loss_abs"] = mean([abs(step["pg_loss"]) for step in taken])
+    steps_taken = [step for step in report.steps if not step.get(SKIPPED)]
+    metrics = {}
+    for name in report.steps[0]:
+        if name == SKIPPED:
+            continue
+        key = name if "/" in name else f"{role}/{name}"
+        metrics[key] = _mean([step[name] for step in steps_taken if name in step])
+    if "pg_loss" in report.steps[0]:
+        metrics[f"{role}/pg_loss_abs"] = _mean([abs(step["pg_loss"]) for step in steps_taken])
     if SKIPPED in report.steps[0]:
-        metrics[f"{role}/{SKIPPED}"] = float(len(report.steps) - len(taken))
+        metrics[f"{role}/{SKIPPED}"] = float(len(report.steps) - len(steps_taken))
     metrics[f"{role}/lr"] = report.lr
     return metrics
 
@@ -223,14 +247,23 @@ def throughput_metrics(
     cover the whole iteration on all devices. `peak_flops` is per second and device, for
     `throughput/mfu`; None = unknown.
     """
-    tokens = sum(sum(r.prompt_lengths) + sum(r.response_lengths) for r in reports)
-    rate, per_device = tokens / seconds, flops / seconds / num_devices
+    num_tokens = 0
+    for report in reports:
+        num_tokens += sum(report.prompt_lengths) + sum(report.response_lengths)
+    tokens_per_s = num_tokens / seconds
+    flops_per_device = flops / seconds / num_devices
     metrics = {
-        "throughput/tokens_per_s": rate,
-        "throughput/tokens_per_s_per_device": rate / num_devices,
-        "throughput/tflops_per_device": per_device / 1e12,
+        "throughput/tokens_per_s": tokens_per_s,
+        "throughput/tokens_per_s_per_device": tokens_per_s / num_devices,
+        "throughput/tflops_per_device": flops_per_device / 1e12,
     }
-    return metrics | ({"throughput/mfu": per_device / peak_flops} if peak_flops else {})
+    if peak_flops:
+        metrics["throughput/mfu"] = flops_per_device / peak_flops
+    return metrics
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
 
 
 def _summary(values: Sequence[int]) -> Summary:
@@ -258,8 +291,13 @@ def done_work(phases: Phases) -> Work:
     Model FLOPs (arXiv:2204.02311, appendix B): recomputed activations do not count, and a backward
     pass counts as two forward passes. A Hugging Face classifier does not count.
     """
-    replies = [r.work for calls in phases.values() for call in calls for r in call.replies()]
-    return Work(sum(work.tokens for work in replies), sum(work.flops for work in replies))
+    num_tokens = 0
+    num_flops = 0
+    for call in chain.from_iterable(phases.values()):
+        for reply in call.replies():
+            num_tokens += reply.work.tokens
+            num_flops += reply.work.flops
+    return Work(num_tokens, num_flops)
 
 
 def phase_metrics(phases: Phases) -> dict[str, float]:
@@ -274,16 +312,17 @@ def phase_metrics(phases: Phases) -> dict[str, float]:
     metrics = {}
     for name, calls in phases.items():
         metrics[f"timing/{name}"] = sum(call.seconds for call in calls)
-        most = max(reply.memory for call in calls for reply in call.replies())
-        metrics[f"memory/{name}"] = most / 1024**3
-        pool = calls[-1].pool
-        busy: dict[int, float] = defaultdict(float)  # by rank
-        for reply in (r for call in calls if call.pool == pool for r in call.replies()):
-            busy[reply.rank] += reply.seconds
-        mean = sum(busy.values()) / len(busy)
-        if len(busy) > 1 and mean > 0:
-            slowest = max(busy, key=lambda rank: busy[rank])
-            metrics[f"skew/{name}"] = busy[slowest] / mean - 1.0
+        peak_bytes = max(reply.memory for call in calls for reply in call.replies())
+        metrics[f"memory/{name}"] = peak_bytes / 1024**3
+        seconds_of_rank: dict[int, float] = defaultdict(float)
+        for call in calls:
+            if call.pool == calls[-1].pool:
+                for reply in call.replies():
+                    seconds_of_rank[reply.rank] += reply.seconds
+        mean_s = _mean(list(seconds_of_rank.values()))
+        if len(seconds_of_rank) > 1 and mean_s > 0:
+            slowest = max(seconds_of_rank, key=lambda rank: seconds_of_rank[rank])
+            metrics[f"skew/{name}"] = seconds_of_rank[slowest] / mean_s - 1.0
             metrics[f"slowest_rank/{name}"] = float(slowest)
     return metrics
 
@@ -292,7 +331,7 @@ def idle_metrics(
     phases: Phases,
     sizes: Mapping[str, int],
     seconds: float,
-    parts: Mapping[str, tuple[int, int]] | None = None,
+    subpool_sizes: Mapping[str, tuple[int, int]] | None = None,
 ) -> dict[str, float]:
     """Wait for the calls; return `idle/<pool>`: fraction of the iteration its ranks were idle.
 
@@ -304,17 +343,17 @@ def idle_metrics(
         phases: The iteration's calls.
         sizes: Ranks of each pool.
         seconds: Length of the iteration.
-        parts: Training and generating ranks of each disaggregated pool.
+        subpool_sizes: Training and generating ranks of each disaggregated pool.
     """
     busy = {pool: [0.0] * size for pool, size in sizes.items()}  # seconds of each rank
-    for call in (call for calls in phases.values() for call in calls):
+    for call in chain.from_iterable(phases.values()):
         for reply in call.replies():
             busy[call.pool][reply.rank] += reply.seconds
-    for pool, (num_training, _) in (parts or {}).items():
+    for pool, (num_training, _) in (subpool_sizes or {}).items():
         busy[f"{pool}/train"] = busy[pool][:num_training]
         busy[f"{pool}/rollout"] = busy[pool][num_training:]
     metrics = {}
-    for name, by_rank in busy.items():
-        share = sum(by_rank) / (len(by_rank) * seconds)
-        metrics[f"idle/{name}"] = min(max(1.0 - share, 0.0), 1.0)
+    for name, busy_of_ranks in busy.items():
+        busy_fraction = sum(busy_of_ranks) / (len(busy_of_ranks) * seconds)
+        metrics[f"idle/{name}"] = min(max(1.0 - busy_fraction, 0.0), 1.0)
     return metrics

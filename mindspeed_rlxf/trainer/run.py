@@ -20,9 +20,7 @@ from mindspeed_rlxf.checkpoint import supervised
 from mindspeed_rlxf.checkpoint.checkpoints import RunCheckpoints
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.checkpoint.lock import LockLost
-from mindspeed_rlxf.checkpoint.recorder import Recorder
 from mindspeed_rlxf.checkpoint.report_file import find_problem, write_report
-from mindspeed_rlxf.checkpoint.stopping import Stopped, StoppedByRule, StopRequest
 from mindspeed_rlxf.checkpoint.store import RunStore, hash_prompts, is_finished
 from mindspeed_rlxf.checkpoint.supervised import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from mindspeed_rlxf.cluster.errors import (
@@ -42,6 +40,8 @@ from mindspeed_rlxf.roles.reward import RewardsFailed
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
+from mindspeed_rlxf.trainer.recorder import Recorder
+from mindspeed_rlxf.trainer.stopping import Stopped, StoppedByRule, StopRequest
 from mindspeed_rlxf.trainer.validation import Validator, build_roles, validate_only
 from mindspeed_rlxf.weights.atomic import replace_file
 
@@ -140,7 +140,7 @@ def training(
     roles = build_roles(config, prepared, runtime, directory)
     with phase("hashing the prompts"):
         inputs = prepared.train_prompts, prepared.eos_token_ids
-        prompts = hash_prompts(*inputs, reads_extra_info=bool(config.reward.parts))
+        prompts = hash_prompts(*inputs, reads_extra_info=bool(config.reward.scoring_functions))
     checkpoints = RunCheckpoints(config, roles, directory, prompts, writes, agree=stop.agree)
     with phase("looking for a checkpoint and loading it"):
         state = checkpoints.restore(say if writes else lambda _: None)
@@ -154,7 +154,6 @@ def training(
             trainer.load_state_dict(state["trainer"])
             stop.iteration = stop.saved = trainer.iteration
         yield trainer
-        roles.rollout.write_receipts(roles.actor)
         with phase("exporting the final weights"):
             checkpoints.export_weights()
 

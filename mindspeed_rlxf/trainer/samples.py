@@ -206,6 +206,8 @@ class SampleStream:
         self.batch_size = config.training.global_batch_size
         self.staleness = config.rollout.max_staleness
         self.in_slices = config.rollout.runs_slices
+        # A failed server leaves responses unfinished, even where a slice has no end.
+        self._reads_slices = self.in_slices or config.runs_vllm
         most = self.algorithm.max_num_gen_batches
         self.stream = GroupStream(
             self.batch_size,
@@ -222,11 +224,12 @@ class SampleStream:
         self._slice: Pending | None = None  # the last one
         self.ended = time.time()  # end of the last slice, epoch seconds
 
-    def generate(self, batches_left: int) -> None:
+    def generate(self, batches_left: int) -> bool:
         """Run slices until the next batch is complete; `batches_left` are still to be trained.
 
-        Does nothing if it is complete. Waits for each slice, but with staleness 0 for nothing
-        except scores with `filter_groups`.
+        Does nothing if it is complete. Waits for each slice, but with staleness 0, without servers,
+        for nothing except scores with `filter_groups`. Returns False if a server has failed: then
+        the rest is asked for in the next call, after the weights are sent again.
         """
         steps = self.config.rollout.slice_steps if self.in_slices else None
         self._draw(batches_left)
@@ -235,11 +238,14 @@ class SampleStream:
             self._slice = self._note(self.rollout.advance(steps))
             self._note_slice(self._slice)
             has_run = True
+            if self.rollout.server_has_failed:
+                break
             if self.stream.find_batch() is None:
                 self._draw(batches_left)
-        if self.staleness and has_run:
+        if has_run and (self.staleness or self.rollout.server_has_failed):
             self._note(self.rollout.withdraw())
         self.ended = time.time()
+        return not self.rollout.server_has_failed
 
     def next_samples(self) -> Samples:
         """Take the next batch, which is complete, and start to score it if that has not begun.
@@ -294,7 +300,7 @@ class SampleStream:
             return {}
         return {
             "rollout/gen_batches": len(samples.batch.passed) / self.batch_size,
-            "rollout/alike_groups": float(samples.batch.num_alike),
+            "rollout/alike_groups": float(samples.batch.num_equal),
         }
 
     def _note(self, call: Pending) -> Pending:
@@ -314,8 +320,8 @@ class SampleStream:
             self.stream.add([Group.draw(rows, self._draws_greedy)])
 
     def _note_slice(self, call: Pending) -> None:
-        """Note what a slice has ended; with `filter_groups` also what is alike."""
-        ended = self._note_ended(call) if self.in_slices else self._end_everything()
+        """Note what a slice has ended; with `filter_groups` also whose scores are equal."""
+        ended = self._note_ended(call) if self._reads_slices else self._end_everything()
         if not self.algorithm.filter_groups:
             return
         due, self._due = (self._due, ended) if self.staleness else (ended, [])
@@ -376,7 +382,7 @@ class SampleStream:
         return Scored(groups, taken, scored)
 
     def _read(self, scored: Scored) -> None:
-        """Wait for scores, and note which groups are alike, as in DAPO.
+        """Wait for scores, and note which groups have equal scores, as in DAPO.
 
         arXiv:2503.14476, section 3.2. Scores are compared after shaping; penalties (missing EOS,
         length, KL) do not count, because any two responses differ in them, nor do unscored
@@ -441,10 +447,12 @@ class SampleStream:
             self._add_greedy([group for group in groups if group.has_samples])
         if not self.algorithm.filter_groups:
             return
-        known = [group for group in groups if group.is_alike is not None]
+        known = [group for group in groups if group.has_equal_scores is not None]
         if known:
             self._score(known)
-        self._due = [group for group in groups if group.has_ended and group.is_alike is None]
+        self._due = [
+            group for group in groups if group.has_ended and group.has_equal_scores is None
+        ]
 
 
 def _find_rows(scored: Sequence[Scored], groups: Sequence[Group]) -> list[int]:

@@ -162,7 +162,7 @@ def shard_chunks(
 class HeldChunk:
     """A Hugging Face tensor chunk, with its elements in memory."""
 
-    slot: str  # "weight", or the name of an optimizer state of the tensor (such as "exp_avg")
+    state_name: str  # "weight", or that of an optimizer state of the tensor, as "exp_avg"
     name: str
     chunk: Chunk
     tensor: Tensor

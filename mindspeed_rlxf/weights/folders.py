@@ -13,7 +13,7 @@ from mindspeed_rlxf.weights.chunks import StoredWeights
 from mindspeed_rlxf.weights.formats import Format, find_weights
 from mindspeed_rlxf.weights.hf_folder import open_hf_folder
 from mindspeed_rlxf.weights.legacy import read_legacy
-from mindspeed_rlxf.weights.role_state import WEIGHT, read_slots
+from mindspeed_rlxf.weights.role_state import WEIGHT, read_states
 from mindspeed_rlxf.weights.torch_dist import read_metadata_tensors, read_torch_dist
 
 CONFIG = "config.json"
@@ -62,7 +62,7 @@ def open_weights(
     """
     kind, weights = find_weights(Path(folder))
     if kind is Format.RUN_STATE:
-        return read_slots(weights)[WEIGHT]
+        return read_states(weights)[WEIGHT]
     if kind is Format.LEGACY:
         return read_legacy(weights, architecture, trust_files)
     if kind is Format.TORCH_DIST:

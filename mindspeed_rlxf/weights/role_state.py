@@ -2,8 +2,8 @@
 
     state_00003.safetensors     "exp_avg/model.layers.0.mlp.up_proj.weight@128,0": [64, 4096] fp32
 
-Each chunk belongs to a Hugging Face tensor, or to an optimizer state for it (its slot). Its name
-has slot, tensor and first element, the header has dtype and shape. `index.json` repeats these for
+Each chunk belongs to a Hugging Face tensor, or to an optimizer state for it. Its name has
+the state, tensor and first element, the header has dtype and shape. `index.json` repeats these for
 all files, so a rank in any layout opens only the files it needs. Vocabulary padding has no Hugging
 Face name and is not stored: it is zero.
 
@@ -42,7 +42,7 @@ from mindspeed_rlxf.weights.torch_dist import read_metadata_tensors, read_torch_
 
 Row = Sequence[Any]  # of the index: name, dtype and shape of a tensor in its file
 StateReader = Callable[[str], StoredWeights]
-"""Returns the tensors of a slot of a role."""
+"""State name (WEIGHT or an optimizer state) -> its tensors, of a role."""
 WEIGHT = "weight"
 BUFFER_BYTES = 4 << 20  # of one chunk; one of several stored ones is held twice while it is read
 
@@ -61,14 +61,14 @@ def write_chunks(file: Path, chunks: Iterable[HeldChunk]) -> list[Row]:
     planned = {}
     for tensor_chunk in chunks:
         corner = ",".join(map(str, tensor_chunk.chunk.starts))
-        key = f"{tensor_chunk.slot}/{tensor_chunk.name}@{corner}"
+        key = f"{tensor_chunk.state_name}/{tensor_chunk.name}@{corner}"
         planned[key] = PlannedTensor.of(tensor_chunk.tensor)
     write_safetensors(file, planned)
     return [(key, DTYPES[tensor.dtype], tensor.shape) for key, tensor in planned.items()]
 
 
-def read_slots(folder: Path) -> dict[str, StoredWeights]:
-    """Return the tensors per slot in a role's folder; a missing slot is empty.
+def read_states(folder: Path) -> dict[str, StoredWeights]:
+    """Return the tensors by state name in a role's folder; a missing state is empty.
 
     Reads the index, or all headers in folders from older versions. Reading a chunk maps its file.
 
@@ -89,22 +89,22 @@ def read_slots(folder: Path) -> dict[str, StoredWeights]:
         for path in sorted(folder.glob(STATE_FILES)):
             for key, tensor in open_once(path.name).items():
                 rows.append((path.name, (key, DTYPES[tensor.dtype], tensor.shape)))
-    slots: dict[str, StoredWeights] = defaultdict(dict)
+    states: dict[str, StoredWeights] = defaultdict(dict)
     for file, (key, dtype_name, shape, *_) in rows:  # older versions have the first byte too
-        slot, _, chunk_name = key.partition("/")
+        state_name, _, chunk_name = key.partition("/")
         name, _, corner = chunk_name.rpartition("@")
         try:
             chunk = Chunk(tuple(map(int, corner.split(","))), tuple(shape))
         except ValueError:
             rule = f"{folder / file} is damaged or truncated ({key[:100]!r})"
             raise ValueError(f"{rule}; copy it again") from None
-        stored = slots[slot].get(name)
+        stored = states[state_name].get(name)
         if stored is None:
-            stored = StoredTensor(f"{slot} of {name}", OF_NAME[dtype_name], (), [])
+            stored = StoredTensor(f"{state_name} of {name}", OF_NAME[dtype_name], (), [])
         stored.chunks.append((chunk, whole(chunk.shape), partial(read, file, key)))
         size = tuple(map(max, stored.size or chunk.stops, chunk.stops))  # the largest end
-        slots[slot][name] = replace(stored, size=size)
-    return slots
+        states[state_name][name] = replace(stored, size=size)
+    return states
 
 
 def open_state(
@@ -122,8 +122,8 @@ def open_state(
         trust_files: See `read_metadata_tensors`.
 
     Returns:
-        A function from slot to tensors. With torch_dist it raises ValueError for another model, and
-        for a slot that was not saved.
+        A function from state name to tensors. With torch_dist it raises ValueError for another
+        model, and for a state that was not saved.
 
     Raises:
         ValueError: damage, or another model.
@@ -133,12 +133,12 @@ def open_state(
         tensors = read_metadata_tensors(folder, trust_files)
 
         @cache
-        def read_slot(slot: str) -> StoredWeights:
-            prefix = "" if slot == WEIGHT else f"optimizer.state.{slot}."
+        def read_state(state_name: str) -> StoredWeights:
+            prefix = "" if state_name == WEIGHT else f"optimizer.state.{state_name}."
             return read_torch_dist(folder, tensors, architecture, prefix)
 
-        return read_slot
-    slots = read_slots(folder)
-    extra = [f"{name} is not in the model" for name in slots[WEIGHT] if name not in expected]
-    refuse(folder, shape_problems(slots[WEIGHT], dict(expected)) + extra)
-    return slots.__getitem__
+        return read_state
+    states = read_states(folder)
+    extra = [f"{name} is not in the model" for name in states[WEIGHT] if name not in expected]
+    refuse(folder, shape_problems(states[WEIGHT], dict(expected)) + extra)
+    return states.__getitem__

@@ -83,35 +83,37 @@ def entries_below(name: str, entries: Iterable[Entry]) -> list[Entry]:
     ]
 
 
-def write_part(folder: Path, rank: int, entries: list[Entry], tensors: dict[str, Any]) -> None:
-    """Write a rank's entries, and per file its index rows; the rank's last file in a folder."""
-    write_text(_part(folder, rank), json.dumps({"files": entries, "tensors": tensors}))
+def write_rank_index(
+    folder: Path, rank: int, entries: list[Entry], tensors: dict[str, Any]
+) -> None:
+    """Write a rank's index, its last file in a folder: its entries, and the rows of each file."""
+    write_text(_rank_index(folder, rank), json.dumps({"files": entries, "tensors": tensors}))
 
 
-def has_parts(folder: Path, ranks: int) -> bool:
+def has_rank_indexes(folder: Path, ranks: int) -> bool:
     """Return whether all ranks have written their files."""
-    return len(list(folder.glob("part_*.json"))) == ranks
+    return len(list(folder.glob("index_*.json"))) == ranks
 
 
-def merge_parts(folder: Path, ranks: int) -> Entry:
-    """Merge all parts into INDEX and remove them; return the entry for INDEX.
+def merge_rank_indexes(folder: Path, ranks: int) -> Entry:
+    """Merge the ranks' indexes into INDEX and remove them; return the entry for INDEX.
 
     A loading rank then opens one file to find its tensors, not one per rank.
     """
     files: list[Entry] = []
     tensors: dict[str, Any] = {}
     for rank in range(ranks):
-        rank_index = json.loads(_part(folder, rank).read_bytes())
+        rank_index = json.loads(_rank_index(folder, rank).read_bytes())
         files += rank_index["files"]
         tensors |= rank_index["tensors"]
     write_text(folder / INDEX, json.dumps({"files": files, "tensors": tensors}))
     for rank in range(ranks):
-        _part(folder, rank).unlink()
+        _rank_index(folder, rank).unlink()
     return entry_of(folder, folder / INDEX)
 
 
-def _part(folder: Path, rank: int) -> Path:
-    return folder / f"part_{rank:05d}.json"
+def _rank_index(folder: Path, rank: int) -> Path:
+    return folder / f"index_{rank:05d}.json"
 
 
 def read_index(folder: Path) -> dict[str, Any] | None:

@@ -61,11 +61,12 @@ class KeptPools:
         # Name with shape, and pool; the last used at the end.
         self._kept: list[tuple[Any, Any]] = []
 
-    def create_pools(self, processes_per_node: Any, parts: Any = None) -> dict[str, Any]:
+    def create_pools(self, processes_per_node: Any, subpool_sizes: Any = None) -> dict[str, Any]:
         """Return pools by name, as `Runtime.create_pools` does."""
-        parts, found = parts or {}, {}
+        subpool_sizes, found = subpool_sizes or {}, {}
         shapes = {
-            n: (n, *sizes, "parts", *parts.get(n, ())) for n, sizes in processes_per_node.items()
+            n: (n, *sizes, "split", *subpool_sizes.get(n, ()))
+            for n, sizes in processes_per_node.items()
         }
         for name, shape in shapes.items():
             match = next((kept for kept in self._kept if kept[0] == shape), None)
@@ -76,7 +77,7 @@ class KeptPools:
         missing = {n: sizes for n, sizes in processes_per_node.items() if n not in found}
         if missing:
             self.end_pools(WARM_DEVICES - sum(map(sum, missing.values())))
-            split = {name: parts[name] for name in missing if name in parts}
+            split = {name: subpool_sizes[name] for name in missing if name in subpool_sizes}
             made = self._runtime.create_pools(missing, split)
             self._kept += [(shapes[name], pool) for name, pool in made.items()]
             found |= made

@@ -33,15 +33,20 @@ FIRST_CAUSE_S = 5.0  # wait for a failure that explains lost connections
 
 
 def serve_calls(
-    connection: Connection, pool: str, rank: int, parts: Sequence[int], port: int, megatron: bool
+    connection: Connection,
+    pool: str,
+    rank: int,
+    subpool_sizes: Sequence[int],
+    port: int,
+    megatron: bool,
 ) -> None:
     """Join the pool's world as one rank, and run requests until the driver closes the pipe."""
     connection.send(os.getpid())
     timeout = timedelta(seconds=TIMEOUT_S + COLLECTIVE_MARGIN_S)
     try:
         device.setup(DeviceKind.CPU, megatron=megatron)
-        store = dist.TCPStore(LOOPBACK, port, sum(parts), timeout=timeout)
-        worlds.join("gloo", store, rank, tuple(parts), timeout)
+        store = dist.TCPStore(LOOPBACK, port, sum(subpool_sizes), timeout=timeout)
+        worlds.join("gloo", store, rank, tuple(subpool_sizes), timeout)
         connection.send(None)
     except Exception as error:
         connection.send(worker_error(error, pool, rank, "start"))
@@ -189,14 +194,14 @@ class ForkedRuntime:
     def create_pools(
         self,
         processes_per_node: Mapping[str, Sequence[int]],
-        parts: Mapping[str, Sequence[int]] | None = None,
+        subpool_sizes: Mapping[str, Sequence[int]] | None = None,
     ) -> dict[str, ForkedPool]:
         """Create pools and wait, as `Runtime.create_pools` does."""
         pools = {}
         for name, shape in processes_per_node.items():
             size, megatron = sum(shape), name not in self._without_megatron
             store, port = worlds.open_store(LOOPBACK, size)
-            sizes = (parts or {}).get(name) or [size]
+            sizes = (subpool_sizes or {}).get(name) or [size]
             started = [
                 self._forks.start(serve_calls, name, rank, sizes, port, megatron, megatron=megatron)
                 for rank in range(size)

@@ -51,13 +51,13 @@ from mindspeed_rlxf.engine.fsdp import (
 )
 from mindspeed_rlxf.engine.fsdp.optimizer import MOMENTS
 from mindspeed_rlxf.engine.fsdp.state import WEIGHT
-from mindspeed_rlxf.engine.train_engine import Part
+from mindspeed_rlxf.engine.train_engine import MemoryKind
 from mindspeed_rlxf.models import heads
 from mindspeed_rlxf.models.hf_adapters import plain_name
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.roles.engines import train_engine
-from mindspeed_rlxf.weights.state_files import merge_parts
+from mindspeed_rlxf.weights.state_files import merge_rank_indexes
 from tests.adapter_noise import noise
 from tests.distributed.llamas import run_config
 from tests.distributed.samples import make_experience, make_rollouts
@@ -145,7 +145,7 @@ def compute(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
             engine.end_save()
             results[f"{name}.last"] = merged(engine)
             if rank == 0:
-                merge_parts(folder, ranks)
+                merge_rank_indexes(folder, ranks)
             dist.barrier()
         if "kl" in case and role is Role.ACTOR_ROLLOUT:
             reference = train_engine(config, Role.REF)
@@ -188,7 +188,7 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
     found = {"steps": torch.tensor(gather_all([engine.optimizer.steps]))}
     trained = {plain_name(name) for name in engine._trained}
     shards = [shard for shard in engine.shards if shard.name in trained]
-    with engine.holding(Part.WEIGHTS, Part.OPTIMIZER):
+    with engine.holding(MemoryKind.WEIGHTS, MemoryKind.OPTIMIZER):
         own = engine.state._tensors()  # of parameters with rows on this rank
         for kind in (WEIGHT, *MOMENTS):
             for shard in shards:

@@ -125,7 +125,7 @@ def test_what_megatron_saves_is_read(warm_runtime: Any, tmp_path: Path) -> None:
     make_llama(tmp_path / "start", TIED)
     group = group_of(warm_runtime, tmp_path / "start", "raise", bf16=True)
     folder = tmp_path / "saved"
-    group.call(Learner.learn, make_rollouts(), [1.0], 0).result()  # fills the optimizer's slots
+    group.call(Learner.learn, make_rollouts(), [1.0], 0).result()  # fills the optimizer's states
     group.call(Learner.save, folder).result()
     read_metadata_tensors(folder)
     (folder / ".metadata").write_bytes(pickle.dumps(print))

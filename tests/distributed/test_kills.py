@@ -23,7 +23,7 @@ SYNCED = [  # fsync of each file after its last write, and of each folder after 
     *(
         f".iter/{role}/.{file}.TMP"
         for role in ("actor", "critic")
-        for file in ("part_00000.json", "index.json")
+        for file in ("index_00000.json", "index.json")
     ),
     *(".iter/actor (time 7)", ".iter/critic (time 6)"),
     ".iter/trainer (time 3)",

@@ -13,7 +13,7 @@ from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig
 from mindspeed_rlxf.data.batch import RoleOutput
 from mindspeed_rlxf.engine import train_state
-from mindspeed_rlxf.engine.adam_state import held_slots
+from mindspeed_rlxf.engine.adam_state import adam_states
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.sharded_files import save_sharded
 from mindspeed_rlxf.engine.train_engine import TrainEngine
@@ -48,7 +48,7 @@ class Older:
         return RoleOutput()
 
     def save_older(self, folder: Path) -> RoleOutput:
-        """Without the distributed optimizer: every slot beside its parameter."""
+        """Without the distributed optimizer: every state beside its parameter."""
         engine = self.engine
         with engine.groups.active():
             places = [
@@ -59,12 +59,12 @@ class Older:
             ]
             by_parameter = {id(place.data): place for place in places}
             state: dict[str, Any] = {"weights": dict(enumerate(places))}
-            for number, held in enumerate(held_slots(engine.optimizer)):
+            for number, held in enumerate(adam_states(engine.optimizer)):
                 place = by_parameter[id(held.parameter)]
-                for name, slot in held.slots.items():
-                    keys = {"key": f"optimizer.state.{name}.{place.key}", "data": slot}
+                for name, tensor in held.tensors.items():
+                    keys = {"key": f"optimizer.state.{name}.{place.key}", "data": tensor}
                     if isinstance(place, ShardedTensor):
-                        keys["dtype"] = slot.dtype
+                        keys["dtype"] = tensor.dtype
                     state.setdefault(name, {})[number] = replace(place, **keys)
             folder.mkdir(exist_ok=True)
             torch.distributed.barrier()
@@ -76,7 +76,7 @@ class Older:
 
 def test_an_older_checkpoint_is_resumed_in_another_layout(warm_runtime, tmp_path):
     """Experts, a padded vocabulary, query groups and gated layers, from two tensor-parallel ranks
-    to two replicas with half of the experts and of the slots each."""
+    to two replicas with half of the experts and of the states each."""
     make_llama(tmp_path / "model", QWEN3_MOE)
     group = build_group(warm_runtime, ParallelLayout(2), Older, tmp_path / "model", 2, 1, False)
     group.call(Older.step).result()

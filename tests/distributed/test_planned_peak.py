@@ -111,6 +111,12 @@ SHAPES = {
     ),
     "actor, 8k tokens": Shape(prompt=256, response=1792),
     "actor, 8k tokens, cp 2": Shape(prompt=256, response=1792, layout=CP2, ranks=2),
+    "actor, 8k tokens, cp 2, recompute selective": Shape(
+        prompt=256, response=1792, keys={"recompute": "selective"}, layout=CP2, ranks=2
+    ),
+    "fsdp actor, 8k tokens, cp 2": Shape(
+        prompt=256, response=1792, backend="fsdp", layout=CP2, ranks=2
+    ),
     "real width, 1 layer": Shape(REAL),
     # A critic, because an actor of two layers would need more than 23 GB.
     "real width, 2 layers": Shape(

@@ -164,7 +164,7 @@ def test_a_run_resumes_whose_old_log_probs_are_those_of_the_update(run, tmp_path
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", [{}, CP2], ids=["dp2", "cp2"])
-def test_slots_in_slices_go_on_bitwise_in_bf16(run, tmp_path, layout):
+def test_states_in_slices_go_on_bitwise_in_bf16(run, tmp_path, layout):
     """fp32 main weights and moments of the distributed optimizer, over two copies."""
     resumed(run, tmp_path, 3, ranks=2, layout={"bf16": True, **layout}, sections=SHARDED)
 
@@ -199,9 +199,9 @@ CONTEXT = {**SLICES, "layout": CP2}
 STAGES = {"ranks": 2, "layout": PP2}
 CHUNKS = {"ranks": 2, "layout": VP2}
 CHAINS = {
-    "dp2 slots in slices, pp2, one process": ("untied", [SLICES, STAGES, {}]),
-    "dp2 slots in slices, tp2 pp2, one process": ("untied", [SLICES, MODEL_PARALLEL, {}]),
-    "one process, tp2 pp2, dp4 slots in slices, dp2": (
+    "dp2 states in slices, pp2, one process": ("untied", [SLICES, STAGES, {}]),
+    "dp2 states in slices, tp2 pp2, one process": ("untied", [SLICES, MODEL_PARALLEL, {}]),
+    "one process, tp2 pp2, dp4 states in slices, dp2": (
         "untied",
         [{}, MODEL_PARALLEL, {**SLICES, "ranks": 4}, {"ranks": 2}],
     ),
@@ -209,7 +209,7 @@ CHAINS = {
         "untied",
         [MODEL_PARALLEL, {"ranks": 4}, {}, MODEL_PARALLEL],
     ),
-    "cp2 slots in slices, one process, cp2": ("untied", [CONTEXT, {}, CONTEXT]),
+    "cp2 states in slices, one process, cp2": ("untied", [CONTEXT, {}, CONTEXT]),
     "experts": ("qwen3-moe", [SHARED_EXPERTS, {}, {"ranks": 2, "layout": EP2}]),
     "tied embeddings": ("tied", [STAGES, {}, STAGES]),
     "chunks": ("tied, 4 layers", [CHUNKS, {}, CHUNKS]),
@@ -295,7 +295,7 @@ def tensors_of(run: RunDirectory, iteration: int, role: str) -> dict[str, Tensor
 
 
 def whole_tensors(folder: Path) -> dict[str, Tensor]:
-    """Weights and slots of the optimizer, put together by hand from all files."""
+    """Weights and states of the optimizer, put together by hand from all files."""
     tensors: dict[str, Tensor] = {}
     files = map(load_file, sorted(folder.glob("state_*.safetensors")))
     for key, piece in (item for file in files for item in file.items()):

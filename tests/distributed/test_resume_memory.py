@@ -9,7 +9,7 @@ import torch
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig
 from mindspeed_rlxf.data.batch import RoleOutput
-from mindspeed_rlxf.engine.adam_state import held_slots, single_optimizers
+from mindspeed_rlxf.engine.adam_state import adam_states, single_optimizers
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.models.parameters import Head
@@ -44,8 +44,8 @@ class Saver:
 
     def moments(self) -> RoleOutput:
         """Report: number and sum of the moments on this rank."""
-        held = held_slots(self.engine.optimizer)
-        flat = torch.cat([slot.view(-1) for each in held for slot in each.slots.values()])
+        held = adam_states(self.engine.optimizer)
+        flat = torch.cat([tensor.view(-1) for each in held for tensor in each.tensors.values()])
         return RoleOutput(report=(flat.numel(), flat.sum().item()))
 
     def measured_load(self, folder: Path) -> RoleOutput:
@@ -60,7 +60,7 @@ class Saver:
 
 
 @pytest.mark.long
-def test_a_resume_holds_a_slice_of_the_slots_and_a_bounded_buffer(warm_runtime, tmp_path):
+def test_a_resume_holds_a_slice_of_the_states_and_a_bounded_buffer(warm_runtime, tmp_path):
     """Moments of 29 million numbers in fp32 are 219 MiB, of which a rank of four holds 55 MiB."""
     make_llama(tmp_path / "model", LARGE)
     group = build_group(warm_runtime, ParallelLayout(RANKS), Saver, tmp_path / "model")

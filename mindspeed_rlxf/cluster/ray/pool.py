@@ -83,7 +83,7 @@ class RayWorker:
         ip: str,
         kind: DeviceKind,
         threads: int,
-        parts: Sequence[int],
+        subpool_sizes: Sequence[int],
         timeout_s: float,
         deadline_s: float,
         store_ip: str,
@@ -91,10 +91,10 @@ class RayWorker:
         secrets: Mapping[str, str],
         megatron: bool,
     ) -> None:
-        """Redirect output, set up network and device, and join the world of the pool or part.
+        """Redirect output, set up network and device, and join the world of the pool or sub-pool.
 
         Waits until all pool ranks join. Raises WorkerError. Collectives use the network interface
-        with `ip`, this node's address in the cluster. One part is the whole pool. A call has
+        with `ip`, this node's address in the cluster. One sub-pool is the whole pool. A call has
         `timeout_s`, a collective `deadline_s`. Rank 0 opened the store at `store_ip`. `secrets` are
         environment variables hidden from Ray, because it would show them. `megatron`: see
         `device.setup`.
@@ -111,8 +111,11 @@ class RayWorker:
             assigned = str(ids[0]) if ids else None  # number on the host, or a UUID on CUDA
             device.setup(kind, threads, assigned=assigned, deadline_s=deadline_s, megatron=megatron)
             timeout = timedelta(seconds=deadline_s)
-            store = self._store or dist.TCPStore(store_ip, store_port, sum(parts), timeout=timeout)
-            worlds.join(device.facts(kind).backend, store, origin.rank, tuple(parts), timeout)
+            store = self._store
+            if store is None:
+                store = dist.TCPStore(store_ip, store_port, sum(subpool_sizes), timeout=timeout)
+            backend = device.facts(kind).backend
+            worlds.join(backend, store, origin.rank, tuple(subpool_sizes), timeout)
         except Exception as error:
             raise worker_error(error, origin.role, origin.rank, origin.phase) from None
         self._host = RoleHost(origin.rank, lambda handles: [self._rows[i] for i in handles])

@@ -106,7 +106,7 @@ class RayRuntime:
     def create_pools(
         self,
         processes_per_node: Mapping[str, Sequence[int]],
-        parts: Mapping[str, Sequence[int]] | None = None,
+        subpool_sizes: Mapping[str, Sequence[int]] | None = None,
     ) -> dict[str, RayPool]:
         """Create all pools at the same time and wait; return them by name.
 
@@ -114,7 +114,7 @@ class RayRuntime:
 
         Args:
             processes_per_node: Process count on each node, by pool.
-            parts: Part sizes of disaggregated pools, by pool.
+            subpool_sizes: Ranks of each sub-pool of a disaggregated pool, by pool.
 
         Raises:
             WorkerError: A process cannot start.
@@ -127,7 +127,7 @@ class RayRuntime:
         groups = self.claim.reserve(shapes)
         try:
             pools = self._start_processes(shapes, groups)
-            self._join_worlds(pools, parts or {})
+            self._join_worlds(pools, subpool_sizes or {})
         except BaseException:
             for group in groups.values():
                 ray.util.remove_placement_group(group)
@@ -175,9 +175,9 @@ class RayRuntime:
         return pools
 
     def _join_worlds(
-        self, pools: Mapping[str, RayPool], parts: Mapping[str, Sequence[int]]
+        self, pools: Mapping[str, RayPool], subpool_sizes: Mapping[str, Sequence[int]]
     ) -> None:
-        """Make each pool, or each pool part, a torch.distributed world, and wait."""
+        """Make each pool, or each sub-pool, a torch.distributed world, and wait."""
         from mindspeed_rlxf.cluster.ray.pool import RankCall, gather
 
         limit_s = self.start_timeout_s
@@ -197,7 +197,7 @@ class RayRuntime:
                     ip=LOOPBACK if self.cluster.own else pool.places[rank].ip,
                     kind=self._kind,
                     threads=self._threads,
-                    parts=parts.get(name) or [pool.world_size],
+                    subpool_sizes=subpool_sizes.get(name) or [pool.world_size],
                     timeout_s=self.timeout_s,
                     deadline_s=max(self.timeout_s, limit_s) + COLLECTIVE_MARGIN_S,
                     store_ip=store_ips[name],

@@ -15,8 +15,8 @@ SHARE, PARTIAL = f"{FULLY}.staleness_threshold", f"{FULLY}.partial_rollout"
 UPDATES, FETCHED = f"{FULLY}.trigger_parameter_sync_step", f"{FULLY}.require_batches"
 MODE = "trainer.v1.trainer_mode"
 BYPASS = "algorithm.rollout_correction.bypass_mode"
-WHOLE_RESPONSES = ("vllm", "sglang", "trtllm", "hf", "transformers")
-"""Engines whose responses cannot pause for new weights; vllm stands for all servers."""
+WHOLE_RESPONSES = ("hf", "transformers")
+"""Engines whose responses cannot pause for new weights."""
 MODES = ("sync", "colocate_async", "separate_async")
 
 
@@ -57,7 +57,7 @@ def convert_old_log_probs(keys: Translation) -> None:
         meaning = "log-probs of generation are the old ones, as in verl 0.7 and later"
     if bypasses:
         keys.values[BYPASS] = True
-        keys.given.note(meaning, f"{BYPASS}=true")
+        keys.raw.note(meaning, f"{BYPASS}=true")
 
 
 def convert_staleness(keys: Translation) -> None:
@@ -105,10 +105,10 @@ def _find_staleness(keys: Translation) -> tuple[str, int]:
 
 def _largest_staleness(keys: Translation) -> tuple[int | None, str]:
     """Return the largest `max_staleness` of the run's engines and the reason; None = no limit."""
-    is_split = "num_gpus_for_infer" in keys.given.sections["actor_rollout"]
-    engine = keys.given.sections["rollout"].get("engine") or keys.get(f"{ROLLOUT}.name")
+    is_split = "num_gpus_for_infer" in keys.raw.sections["actor_rollout"]
+    engine = keys.raw.sections["rollout"].get("engine") or keys.get(f"{ROLLOUT}.name")
     if keys.idle == "megatron":
         return 0, "with FSDP all devices train and generate in turn"
     if engine in WHOLE_RESPONSES:
-        return int(is_split), "vLLM and transformers answer with whole responses"
+        return int(is_split), "transformers answers with whole responses"
     return None, ""

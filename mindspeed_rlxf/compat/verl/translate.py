@@ -24,15 +24,15 @@ from mindspeed_rlxf.compat.verl.files import find_model
 from mindspeed_rlxf.compat.verl.table import ACTOR, LEGACY, MODELS, RENAMED, ROLLOUT, TABLE
 from mindspeed_rlxf.compat.verl.translation import Translation
 from mindspeed_rlxf.config.hf_config import read_hf_config
-from mindspeed_rlxf.config.keys import Given
 from mindspeed_rlxf.config.problems import Problem, ref
+from mindspeed_rlxf.config.raw_config import RawConfig
 
 POOL, OTHERS = "global_pool", "other_roles"
 STEPS, BATCH = "trainer.total_training_steps", "data.train_batch_size"
 REFERENCE = "actor_rollout_ref.ref"
 
 
-def translate_verl(tree: Mapping[str, Any], count_rows: Callable[[str], int]) -> Given:
+def translate_verl(tree: Mapping[str, Any], count_rows: Callable[[str], int]) -> RawConfig:
     """Return verl's tree in our keys, with the problems and notes found on the way.
 
     Args:
@@ -48,7 +48,7 @@ def translate_verl(tree: Mapping[str, Any], count_rows: Callable[[str], int]) ->
     for key in RENAMED:
         keys.move(key)
     keys.sort_others()
-    return keys.given
+    return keys.raw
 
 
 def _convert(keys: Translation, count_rows: Callable[[str], int]) -> None:
@@ -57,7 +57,7 @@ def _convert(keys: Translation, count_rows: Callable[[str], int]) -> None:
     put("training.stage", "ray_ppo" if "critic" in keys.roles else "ray_grpo")
     put("training.model", "auto")
     put("training.seq_length", get("data.max_prompt_length") + get(longest))
-    keys.given.renamed["training.seq_length"] = f"data.max_prompt_length + {longest}"
+    keys.raw.renamed["training.seq_length"] = f"data.max_prompt_length + {longest}"
     put("training.train_iters", _count_iterations(keys, count_rows), STEPS)
     names = [name for name in _as_list(get("trainer.logger")) if name != "console"]
     put("logging.trackers", ["jsonl", *names], "trainer.logger")
@@ -70,7 +70,7 @@ def _convert(keys: Translation, count_rows: Callable[[str], int]) -> None:
     if get(BYPASS) and get(loss) != "vanilla":
         rule = f"and {ref(BYPASS)}=true leave open the loss: from verl 0.7 on it is vanilla"
         keys.refuse(loss, rule, "use vanilla")
-    if not keys.given.sections["resource_pool"]:
+    if not keys.raw.sections["resource_pool"]:
         _make_pool(keys, POOL, "trainer")
         _split_pool(keys)
     convert_staleness(keys)
@@ -88,7 +88,7 @@ def _convert(keys: Translation, count_rows: Callable[[str], int]) -> None:
         if get(f"{model}.enable"):
             _choose_scorer(keys, f"{model}.enable", f"{own}.path")
     elif not get(f"{model}.enable"):
-        reward = keys.given.sections["reward"]
+        reward = keys.raw.sections["reward"]
         reward["rules"] = {**TABLE["rules"], **(reward.get("rules") or {})}
     both = "algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss"
     if all(map(get, both)):
@@ -109,7 +109,7 @@ def _convert_batches(keys: Translation) -> None:
         keys.note("not read: an iteration is what is trained between two synchronisations", BATCH)
     if get("algorithm.filter_groups.enable"):
         if not (get("algorithm.filter_groups.max_num_gen_batches") or 0) > 0:
-            keys.given.sections["algorithm"].setdefault("max_num_gen_batches", None)
+            keys.raw.sections["algorithm"].setdefault("max_num_gen_batches", None)
         if get(generated) != get("data.train_batch_size"):
             keys.note("the filter draws the prompts that are missing, batch by batch", generated)
     elif get(generated) is not None and not is_fully_asynchronous(keys):
@@ -121,7 +121,7 @@ def _convert_older_weights(keys: Translation) -> None:
     weighs, veto = "algorithm.rollout_is", "algorithm.rollout_is_veto_threshold"
     if weighs not in keys.written:
         return
-    algorithm = keys.given.sections["algorithm"]
+    algorithm = keys.raw.sections["algorithm"]
     if not keys.get(weighs) or algorithm.get("rollout_is_threshold") is None:
         algorithm.pop("rollout_is_threshold", None)  # then verl only measures them
         return
@@ -192,7 +192,7 @@ OLDER_REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": 
 
 def _choose_scorer(keys: Translation, model: str, function: str) -> None:
     """Let the function score beside a reward model, as in verl 0.7 and later."""
-    reward = keys.given.sections["reward"]
+    reward = keys.raw.sections["reward"]
     if keys.is_recent or keys.get("reward_model.use_reward_loop"):
         reward.setdefault("model_weight", 0.0)
         keys.note("the function alone scores; reward.model_weight=1 adds the model's", model)
@@ -224,7 +224,7 @@ def _make_pool(keys: Translation, name: str, section: str) -> None:
 
 def _split_pool(keys: Translation) -> None:
     """Add the devices that only generate, as in verl's one-step-off trainer."""
-    pool = keys.given.sections["resource_pool"]
+    pool = keys.raw.sections["resource_pool"]
     for section in ("rollout", ROLLOUT):
         nodes, per_node = keys.get(f"{section}.nnodes"), keys.get(f"{section}.n_gpus_per_node")
         if not nodes or POOL not in pool:
@@ -265,7 +265,7 @@ def _place_others(keys: Translation, generates: int, section: str) -> int:
 
     In verl they are on the training devices. Return the number; 0 if there are too few.
     """
-    get, pool = keys.get, keys.given.sections["resource_pool"]
+    get, pool = keys.get, keys.raw.sections["resource_pool"]
     in_loss, in_reward = get(f"{ACTOR}.use_kl_loss"), get("algorithm.use_kl_in_reward")
     coefficient = get(f"{ACTOR}.kl_loss_coef") if in_loss else get("algorithm.kl_ctrl.kl_coef")
     adapters = get("actor_rollout_ref.model.lora_rank")
@@ -310,8 +310,8 @@ def _fit_sizes(keys: Translation) -> None:
     if name in ("vllm", "sglang", "trtllm") and type(asked) is int and asked > per_node:
         keys.put("rollout.vllm.tensor_parallel_size", math.gcd(asked, per_node), servers)
         keys.note(f"{math.gcd(asked, per_node)}, as a server is on one node", servers)
-    pool = keys.given.sections["resource_pool"]
-    trains = keys.given.sections["actor_rollout"].get("num_gpus_for_train")
+    pool = keys.raw.sections["resource_pool"]
+    trains = keys.raw.sections["actor_rollout"].get("num_gpus_for_train")
     for section, role in {**keys.roles, REFERENCE: "ref"}.items():
         devices = sum(pool.get(POOL, [])) if trains is None else trains
         if section != ACTOR and OTHERS in pool:
@@ -322,7 +322,7 @@ def _fit_sizes(keys: Translation) -> None:
             continue
         fitting = math.gcd(asked, replicas)
         if fitting != asked:
-            keys.given.sections[role].setdefault("expert_model_parallel_size", fitting)
+            keys.raw.sections[role].setdefault("expert_model_parallel_size", fitting)
             keys.note(f"{fitting}, which divides the data-parallel size {replicas}", experts)
 
 
@@ -331,17 +331,17 @@ def _fit_micro_batches(keys: Translation, section: str, role: str, devices: int)
     size = f"{section}.ppo_micro_batch_size_per_gpu"
     samples = keys.get(f"{section}.ppo_mini_batch_size") * keys.get(f"{ROLLOUT}.n")
     replicas = devices // keys.get(f"{section}.ulysses_sequence_parallel_size")
-    given = keys.get(size)
-    if keys.get(f"{section}.use_dynamic_bsz") or type(given) is not int or samples % replicas:
+    batch_size = keys.get(size)
+    if keys.get(f"{section}.use_dynamic_bsz") or type(batch_size) is not int or samples % replicas:
         return
-    fitting = math.gcd(given, samples // replicas)
-    if fitting != given:
+    fitting = math.gcd(batch_size, samples // replicas)
+    if fitting != batch_size:
         keys.put(f"{role}.micro_batch_size", fitting, size)
         keys.note(f"{fitting}, which divides the samples of more devices", size)
 
 
 def _count_iterations(keys: Translation, count_rows: Callable[[str], int]) -> Any:
-    if keys.get(STEPS) is not None or "train_iters" in keys.given.sections["training"]:
+    if keys.get(STEPS) is not None or "train_iters" in keys.raw.sections["training"]:
         return keys.get(STEPS)
     batch = find_batch_size(keys)
     epochs = keys.get("rollout.total_epochs") or keys.get("trainer.total_epochs")
@@ -350,7 +350,7 @@ def _count_iterations(keys: Translation, count_rows: Callable[[str], int]) -> An
         rows = sum(count_rows(str(file)) for file in files)
     except (ValueError, TypeError) as error:
         rule = f"is required, as rows cannot be counted: {error}"
-        keys.given.problems.append(Problem(STEPS, rule, remedy=f"use {STEPS}=NUMBER"))
+        keys.raw.problems.append(Problem(STEPS, rule, remedy=f"use {STEPS}=NUMBER"))
         return 1  # a legal value, as the problem is reported
     if batch > rows:
         rule = f"must be at most the {rows} rows of the files"
@@ -360,7 +360,7 @@ def _count_iterations(keys: Translation, count_rows: Callable[[str], int]) -> An
     if samples is not None:
         steps = min(steps, samples // max(1, batch))
     counted = f"{epochs} epochs of {rows} rows, long prompts too, in whole batches of {batch}"
-    keys.given.note(counted, f"training.train_iters={steps}")
+    keys.raw.note(counted, f"training.train_iters={steps}")
     return steps
 
 
@@ -374,14 +374,14 @@ def _convert_optimizer(keys: Translation, section: str, role: str) -> None:
         f"{section}.ppo_micro_batch_size_per_gpu",
     )
     if keys.get(micro) and not keys.get(by_device) and not keys.get(f"{section}.use_dynamic_bsz"):
-        devices = sum(keys.given.sections["resource_pool"].get(POOL, [1]))
+        devices = sum(keys.raw.sections["resource_pool"].get(POOL, [1]))
         keys.put(f"{role}.micro_batch_size", max(1, keys.get(micro) // devices), micro)
     clips = [f"{section}.optim.clip_grad", f"{section}.grad_clip"]
     if keys.idle == "megatron" and keys.get("trainer.use_legacy_worker_impl") in LEGACY:
         clips.reverse()
     for clip in clips:
         keys.put(f"{role}.clip_grad", keys.get(clip), clip)
-    iterations = keys.given.sections["training"].get("train_iters")
+    iterations = keys.raw.sections["training"].get("train_iters")
     steps = -1 if keys.get(warmup) is None else keys.get(warmup)
     least = 1 if keys.idle == "fsdp_config" else 0  # with FSDP 0 beats the ratio too
     if section == ACTOR and "critic" in keys.roles and type(iterations) is int:

@@ -17,13 +17,13 @@ from mindspeed_rlxf.data.files import (
     unicode_problem,
 )
 from mindspeed_rlxf.data.handlers import Handler, Keys, MapKeys, Tags
-from mindspeed_rlxf.data.prompts import (
+from mindspeed_rlxf.data.templates import Turn
+from mindspeed_rlxf.data.text_rows import (
     WITHOUT_ANSWER,
     last_message_rule,
     media_problem,
     read_messages,
 )
-from mindspeed_rlxf.data.templates import Turn
 
 CHAT_TAGS = Tags(
     role_tag="role",

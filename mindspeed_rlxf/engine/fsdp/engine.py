@@ -35,7 +35,7 @@ from mindspeed_rlxf.engine.fsdp.state import ShardedState
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, group_rows, make_micro_batches
 from mindspeed_rlxf.engine.offload import Offload
 from mindspeed_rlxf.engine.step_guard import SkippedSteps
-from mindspeed_rlxf.engine.train_engine import Part, PolicyStep, ValueStep
+from mindspeed_rlxf.engine.train_engine import MemoryKind, PolicyStep, ValueStep
 from mindspeed_rlxf.models import hf_adapters as adapters
 from mindspeed_rlxf.models.adapter_parameters import switched_off
 from mindspeed_rlxf.models.parameters import Head
@@ -67,7 +67,7 @@ class FsdpEngine(CommonEngine):
         deterministic: bool | None = None,
         longest_row: int = sys.maxsize,
     ) -> None:
-        """Build the model, load its weights, probe it, and move offloaded parts away; a collective.
+        """Build the model, load its weights, probe it, and move offloaded memory; a collective.
 
         Takes the arguments of `MegatronEngine`, and the tokens of the longest row that may come.
         Seeds the process, by seed and rank. Raises ValueError if weights are missing or damaged, or
@@ -93,7 +93,7 @@ class FsdpEngine(CommonEngine):
                 f"{type(self.model).__name__} has layers that need all tokens; use "
                 "context_parallel_size=1"
             )
-        self.output_head = ShardedOutputHead(self.model)
+        self.output_head = ShardedOutputHead(self.model, role.has_fp32_logits)
         self._pieces = weights.pieces_of(self.model, head)
         self._shapes = weights.file_shapes(self.model, self._pieces)
         self._linears = adapters.linear_modules(self.model)
@@ -123,9 +123,9 @@ class FsdpEngine(CommonEngine):
                 self.describe,
                 self._copy,
             )
-        moved: dict[Part, offload.Tensors] = {Part.WEIGHTS: self.held_weights}
+        moved: dict[MemoryKind, offload.Tensors] = {MemoryKind.WEIGHTS: self.held_weights}
         if self.optimizer is not None:
-            moved[Part.OPTIMIZER] = self.optimizer.tensors
+            moved[MemoryKind.OPTIMIZER] = self.optimizer.tensors
         self._offload = self._make_offload(moved)
 
     def _copy(self, rows: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ class FsdpEngine(CommonEngine):
     def forward(self, micro_batches: Sequence[MicroBatch], read: Read) -> list[Tensor]:
         """Run the passes without gradients; return `read`'s result per micro-batch."""
         self.model.eval()
-        with self.holding(Part.WEIGHTS):
+        with self.holding(MemoryKind.WEIGHTS):
             outputs = []
             for batch in micro_batches:
                 outputs.append(self.run(batch, partial(read, self.output_head, batch)))
@@ -217,7 +217,7 @@ class FsdpEngine(CommonEngine):
         self._mini_batch += 1
         outputs: list[LossOutput] = []
         self.model.train()
-        with self.holding(*Part):
+        with self.holding(*MemoryKind):
             for number, batch in enumerate(micro_batches, start=1):
                 self.model.set_requires_gradient_sync(number == len(micro_batches))
                 outputs.append(self.run(batch, partial(self._loss, step, self.output_head, batch)))
@@ -225,7 +225,7 @@ class FsdpEngine(CommonEngine):
             weight = torch.tensor(float(sum(output.weight for output in outputs)))
             losses = [output.loss.detach() for output in outputs]
             step_result = self.optimizer.step(losses, float(self.sum_over_replicas(weight)))
-            self._offload.mark_changed(Part.WEIGHTS, Part.OPTIMIZER)
+            self._offload.mark_changed(MemoryKind.WEIGHTS, MemoryKind.OPTIMIZER)
         self.skipped.judge(step_result, self.optimizer.scheduler_steps + 1, self._mini_batch)
         return self._step_metrics(micro_batches, outputs, step_result)
 
@@ -239,18 +239,18 @@ class FsdpEngine(CommonEngine):
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight but adapters as (Hugging Face name, whole device tensor)."""
-        with self.holding(Part.WEIGHTS), torch.no_grad():
+        with self.holding(MemoryKind.WEIGHTS), torch.no_grad():
             yield from weights.stream(self.shards, self._pieces, self.dtype)
 
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each adapter's A and B like `hf_tensors`."""
-        with self.holding(Part.WEIGHTS), torch.no_grad():
+        with self.holding(MemoryKind.WEIGHTS), torch.no_grad():
             yield from weights.adapter_stream(self.shards, self.dtype)
 
     def _merged_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight like `hf_tensors`, with adapters merged."""
         scale = self.lora.scale if self.lora.rank else None
-        with self.holding(Part.WEIGHTS), torch.no_grad():
+        with self.holding(MemoryKind.WEIGHTS), torch.no_grad():
             yield from weights.stream(self.shards, self._pieces, self.dtype, scale)
 
     def held_weights(self) -> Iterable[Tensor]:
@@ -275,7 +275,7 @@ class FsdpEngine(CommonEngine):
         dist.barrier()
         if adapter_folder is not None:
             trained = {adapters.plain_name(name) for name in self._trained}
-            with self.holding(Part.WEIGHTS):
+            with self.holding(MemoryKind.WEIGHTS):
                 tensors = weights.gather_on_first_rank(
                     shard for shard in self.shards if shard.name in trained
                 )
@@ -308,6 +308,6 @@ class FsdpEngine(CommonEngine):
 
     def load_state(self, folder: Path) -> Loaded:
         """Load a training state; see `load_checked`."""
-        with self.holding(Part.WEIGHTS, Part.OPTIMIZER):
-            self._offload.mark_changed(Part.WEIGHTS, Part.OPTIMIZER)
+        with self.holding(MemoryKind.WEIGHTS, MemoryKind.OPTIMIZER):
+            self._offload.mark_changed(MemoryKind.WEIGHTS, MemoryKind.OPTIMIZER)
             return self.state.load(folder)

@@ -26,6 +26,7 @@ from mindspeed_rlxf.config.hf_config import read_text_config
 from mindspeed_rlxf.config.schema import LearningConfig, RoleConfig
 from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.engine.fsdp import attention
+from mindspeed_rlxf.models.heads import Linear, fp32_linear
 from mindspeed_rlxf.models.parameters import Head
 
 PACKABLE = {"full_attention", "sliding_attention"}
@@ -283,9 +284,10 @@ def _run(
     return read(outputs.last_hidden_state.transpose(0, 1).flatten(0, 1))
 
 
-def linear_of(model: Any) -> Callable[[Tensor, Tensor], Tensor]:
+def linear_of(model: Any, fp32_head: bool) -> Linear:
     """Return what computes logits from states and head weights, with the model's cap if any."""
+    linear = fp32_linear if fp32_head else F.linear
     cap = getattr(model.config, "final_logit_softcapping", None)
     if cap is None:
-        return F.linear
-    return lambda hidden, weight: torch.tanh(F.linear(hidden, weight) / cap) * cap
+        return linear
+    return lambda hidden, weight: torch.tanh(linear(hidden, weight) / cap) * cap

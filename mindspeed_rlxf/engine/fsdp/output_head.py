@@ -14,9 +14,9 @@ class ShardedOutputHead:
 
     tp_group: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # no tensor-parallel group
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, fp32_head: bool) -> None:
         self._model = model
-        self.linear = linear_of(model)
+        self.linear = linear_of(model, fp32_head)
 
     @property
     def output_weight(self) -> Tensor:

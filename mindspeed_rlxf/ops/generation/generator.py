@@ -28,7 +28,7 @@ from mindspeed_rlxf.rollout.rollout_engine import GenerationRequest, RolloutEngi
 from mindspeed_rlxf.rollout.sampling import StopStrings
 from mindspeed_rlxf.weights.chunks import StoredWeights, whole
 from mindspeed_rlxf.weights.folders import open_weights
-from mindspeed_rlxf.weights.role_state import WEIGHT, read_slots
+from mindspeed_rlxf.weights.role_state import WEIGHT, read_states
 from mindspeed_rlxf.weights.tensor_conversion import open_source
 
 TEXT_FILE = ".txt"
@@ -111,7 +111,7 @@ class Generator:
             )
         if as_chat:
             remedy = "leave --chat out: a row with messages gets the template by itself"
-            raise UserError(Problem("--chat", "is for texts, not for rows", file, remedy))
+            raise UserError(Problem("--chat", "is for strings, not for rows", file, remedy))
         prompts = load_prompts(file, self.tokenizer, self.source.data, self._max_prompt_length)
         tokenized = []
         for prompt in prompts:
@@ -237,5 +237,5 @@ def _stream(
     for name in names:
         yield name, folder[name].read(whole(folder[name].shape)).to(target)
     if source.adapters is not None:
-        for name, stored in read_slots(source.adapters)[WEIGHT].items():
+        for name, stored in read_states(source.adapters)[WEIGHT].items():
             yield name, stored.read(whole(stored.shape)).to(target)

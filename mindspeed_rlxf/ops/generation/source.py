@@ -33,7 +33,7 @@ from mindspeed_rlxf.weights.state_files import MANIFEST
 RUN_KEYS = (
     "do_sample", "temperature", "top_k", "top_p", "min_new_tokens", "max_new_tokens",
     "max_prompt_length", "stop_token_ids", "stop_strings", "num_samples_per_step", "bf16",
-    "trust_files", "lora",
+    "fp32_head", "trust_files", "lora",
 )  # fmt: skip
 """Keys of a run's actor that decide what it generates."""
 MODEL_KEYS = ("do_sample", "temperature", "top_k", "top_p", "max_new_tokens")

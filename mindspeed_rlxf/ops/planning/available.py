@@ -5,9 +5,9 @@ import shutil
 from mindspeed_rlxf import device
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.config.host_rules import GIB, check_devices
 from mindspeed_rlxf.config.ray_cluster import LOCAL, choose_cluster
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.section_rules import GIB, check_devices
 from mindspeed_rlxf.ops.sizes import existing_folder
 
 

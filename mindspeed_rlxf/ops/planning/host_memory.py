@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.host_rules import PROCESS_BYTES
 from mindspeed_rlxf.config.rank_layout import count_per_node
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.section_rules import PROCESS_BYTES
 from mindspeed_rlxf.models.parameter_counts import (
     HEADS,
     adapter_sizes,
@@ -206,14 +206,14 @@ def _trained(config: RunConfig, role: Role) -> int:
 def _served_on_one_host(config: RunConfig) -> int:
     """Return the bytes of weights that servers keep on the host with most of their devices.
 
-    On CPU the trainer keeps them for a server that starts anew, on devices they are the server's
-    while it sleeps, which it does not on devices of its own.
+    On CPU the trainer keeps them during an update, on devices they are the server's while it
+    sleeps, which it does not on devices of its own.
     """
-    if not config.runs_vllm or (config.parts and not on_cpu(config)):
+    if not config.runs_vllm or (config.train_rollout_split and not on_cpu(config)):
         return 0
     processes: Sequence[int] = config.resource_pool[config.placement[Role.ACTOR_ROLLOUT]]
-    if config.parts:
-        processes = count_per_node(processes, *config.parts)
+    if config.train_rollout_split:
+        processes = count_per_node(processes, *config.train_rollout_split)
     weights = _numbers(config, Role.ACTOR_ROLLOUT) * itemsize(config.actor_rollout)
     return weights * _processes_on_one_host(config, processes) // config.rollout_tp
 

@@ -10,9 +10,9 @@ from math import prod
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config import generation_memory
 from mindspeed_rlxf.config.enums import RewardKind, Role
+from mindspeed_rlxf.config.host_rules import GIB
 from mindspeed_rlxf.config.rank_layout import count_per_node
 from mindspeed_rlxf.config.schema import OffloadConfig, RunConfig
-from mindspeed_rlxf.config.section_rules import GIB
 from mindspeed_rlxf.models.parameter_counts import (
     adapter_sizes,
     joined_elements,
@@ -29,6 +29,7 @@ from mindspeed_rlxf.ops.planning.stage_memory import (
     Phase,
     PipelineStage,
     State,
+    fp32_weight_bytes,
     is_split,
     itemsize,
     layer_bytes,
@@ -151,7 +152,7 @@ def pool_memories(config: RunConfig) -> list[PoolMemory]:
 
 def _generating_memory(config: RunConfig, pool: str) -> PoolMemory:
     """Compute the memory on a disaggregated pool's generating ranks."""
-    assert config.parts is not None, "the pool is split"
+    assert config.train_rollout_split is not None, "the pool is split"
     actor = config.actor_rollout
     tp = config.rollout_tp
     ep = config.rollout_ep
@@ -167,12 +168,12 @@ def _generating_memory(config: RunConfig, pool: str) -> PoolMemory:
     )
     return PoolMemory(
         pool,
-        config.parts[0],
+        config.train_rollout_split[0],
         (replace(rollout, state=State(0, 0, 0)), server_memory(config))
         if config.runs_vllm
         else (rollout,),
         device.process_bytes(config.device.kind),
-        tuple(count_per_node(config.resource_pool[pool], *config.parts)),
+        tuple(count_per_node(config.resource_pool[pool], *config.train_rollout_split)),
         GENERATES,
     )
 
@@ -215,7 +216,7 @@ def pool_memory(config: RunConfig, pool: str) -> PoolMemory:
     ranks: dict[tuple[int, ...], int] = {}  # stage in each role -> first rank with these
     for rank in range(sum(processes)):
         ranks.setdefault(tuple(config.layout(role).pp_rank(rank) for role in roles), rank)
-    has_server = config.runs_vllm and Role.ACTOR_ROLLOUT in roles and not config.parts
+    has_server = config.runs_vllm and Role.ACTOR_ROLLOUT in roles and not config.train_rollout_split
     process_bytes = device.process_bytes(config.device.kind)
     memories = []
     for stages, rank in ranks.items():
@@ -238,7 +239,7 @@ def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
         return _sharded_memory(config, role)
     stage = PipelineStage(config, role, pp_rank)
     phases = list(stage.phases())
-    if role is Role.ACTOR_ROLLOUT and config.parts:
+    if role is Role.ACTOR_ROLLOUT and config.train_rollout_split:
         # The first rank has the tensors of a bucket, and the bucket; the others make its tensors.
         copies = 2 if pp_rank == 0 else 1
         phases.append(Phase("send weights", other=copies * bucket_bytes(config)))
@@ -305,6 +306,7 @@ def _generate_phases(config: RunConfig, received: int) -> list[Phase]:
     if config.has_validation_prompts and config.validation.do_sample:
         top_ps.append(config.validation.top_p)
     sampling = rows * a.vocab_size * sampling_itemsize(bool(top_ps), min(top_ps, default=1) < 1)
+    sampling += fp32_weight_bytes(config, actor, -(-a.vocab_size // tp))
     # Token id, log-prob and random number of each position.
     state = rows * (actor.max_new_tokens + 1) * (8 + FP32 + FP32)
     tokens = rows * length

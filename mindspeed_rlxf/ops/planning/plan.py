@@ -9,6 +9,7 @@ from mindspeed_rlxf.config.enums import OldLogProbs, Role
 from mindspeed_rlxf.config.problems import Problem
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.config.ray_cluster import choose_cluster
+from mindspeed_rlxf.config.rollout_section import TOOL_AGENT
 from mindspeed_rlxf.config.schema import SAVED_AS, LearningConfig, RunConfig
 from mindspeed_rlxf.models.parameter_counts import HEADS, model_elements
 from mindspeed_rlxf.ops.planning import available
@@ -36,8 +37,8 @@ def topology(config: RunConfig) -> str:
         devices = devices_by_pool[pool]
         layouts = {role.value: config.layout(role) for role in config.roles_of(pool)}
         first_rank = 0
-        if is_split(config, pool) and config.parts is not None:
-            first_rank = config.parts[0]
+        if is_split(config, pool) and config.train_rollout_split is not None:
+            first_rank = config.train_rollout_split[0]
             tables.append(_topology_table(pool, devices[:first_rank], 0, layouts, by_device))
             layouts = {"rollout": config.rollout_layout}
         devices = devices[first_rank:]
@@ -162,7 +163,7 @@ def plan(config: RunConfig, nested: bool = False) -> Plan:
     sections = {
         f"Run {config.training.run_name}": pairs(_run_lines(config, runtime, device_kind)),
         "Roles": named_table([*_role_rows(config)]),
-        "Places of the ranks": topology(config),
+        "Placement of the ranks": topology(config),
         "Environment of the workers": table([("variable", "value", "source"), *variables])
         if variables
         else pairs([("no variables", "add some with resource_pool.env")]),
@@ -221,11 +222,15 @@ def _run_lines(config: RunConfig, runtime: str, device_kind: str) -> list[tuple[
         ("device", device_kind),
         ("reward", f"verifier: {rules}" if rules else config.reward.kind.value),
     ]
-    if config.reward.parts:
+    if config.reward.scoring_functions:
         lines.append(("reward functions", _describe_functions(config)))
     lines.append(("old log-probs", OLD_LOG_PROBS[config.old_log_probs]))
     if config.rollout.max_staleness:
         lines.append(("generation", _describe_slices(config)))
+    if config.rollout.runs_agents:
+        lines.append(("agent", _describe_agent(config)))
+    if config.rollout.tools:
+        lines.append(("tools", _describe_tools(config)))
     return lines
 
 
@@ -248,13 +253,28 @@ def _describe_slices(config: RunConfig) -> str:
     )
 
 
+def _describe_agent(config: RunConfig) -> str:
+    rollout = config.rollout
+    return (
+        f"{rollout.agent or TOOL_AGENT}, turns: {rollout.max_turns}, slices until an answer: "
+        f"{rollout.agent_lag} (of {rollout.slice_steps} decode steps)"
+    )
+
+
+def _describe_tools(config: RunConfig) -> str:
+    rollout = config.rollout
+    names = ", ".join(tool.function for tool in rollout.tools)
+    replicas = config.rollout_layout.dp
+    return f"{names}, processes: {replicas * rollout.tool_processes} (replicas: {replicas})"
+
+
 def _every(interval: int) -> str:
     return "every iteration" if interval == 1 else f"every {interval} iterations"
 
 
 def _describe_functions(config: RunConfig) -> str:
     terms = []
-    for function in config.reward.parts:
+    for function in config.reward.scoring_functions:
         terms.append(f"{function.weight:g} x {function.function or function.url}")
     return ", ".join(terms)
 
@@ -286,7 +306,7 @@ def _role_rows(config: RunConfig) -> Iterator[dict[str, object]]:
             "weights": _describe_weights(config, role),
         }  # fmt: skip
         yield row
-        if role is Role.ACTOR_ROLLOUT and config.parts:
+        if role is Role.ACTOR_ROLLOUT and config.train_rollout_split:
             generating = config.rollout_layout
             yield row | {
                 "role": "rollout", "ranks": generating.world_size, "TP": generating.tp,

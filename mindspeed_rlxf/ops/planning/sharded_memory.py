@@ -26,6 +26,7 @@ from mindspeed_rlxf.ops.planning.stage_memory import (
     LayerBytes,
     Phase,
     State,
+    fp32_weight_bytes,
     head_bytes,
     itemsize,
     micro_batch_tokens,
@@ -262,4 +263,7 @@ class ShardedModel:
     def _head_bytes(self, samples: int) -> int:
         a = self.section.architecture
         tokens = self._own_tokens(samples)
-        return head_bytes(a, self.head, tokens, self._read(samples), self.item, a.vocab_size)
+        head = head_bytes(a, self.head, tokens, self._read(samples), self.item, a.vocab_size)
+        if self.head is Head.LANGUAGE_MODEL:
+            head += fp32_weight_bytes(self.config, self.section, a.vocab_size)
+        return head

@@ -146,6 +146,16 @@ def head_bytes(
     return hidden_bytes + 4 * FP32 * min(read, CHUNK_TOKENS) * vocab
 
 
+def fp32_weight_bytes(config: RunConfig, role: RoleConfig, vocab: int) -> int:
+    """Return the fp32 copy of `vocab` output weights from which a bf16 model's logits come.
+
+    CUDA adds up products of bf16 into fp32 without one (`heads.fp32_linear`).
+    """
+    if not role.has_fp32_logits or device.resolve_kind(config.device.kind) is DeviceKind.CUDA:
+        return 0
+    return FP32 * vocab * role.architecture.hidden_size
+
+
 def recompute_bytes(role: LearningConfig, layer: LayerBytes) -> tuple[int, int]:
     """Return (bytes kept per micro-batch in flight, bytes recomputed at one time) for a chunk.
 
@@ -221,7 +231,7 @@ def in_flight(pp_rank: int, pp: int, micro_batches: int, chunks: int = 1) -> int
 
 def is_split(config: RunConfig, pool: str) -> bool:
     """Return whether some pool ranks train the actor and the others only generate."""
-    return config.parts is not None and pool == config.placement[Role.ACTOR_ROLLOUT]
+    return config.train_rollout_split is not None and pool == config.placement[Role.ACTOR_ROLLOUT]
 
 
 def role_beside(config: RunConfig, role: Role) -> Role | None:
@@ -317,7 +327,7 @@ class PipelineStage:
         ep = self.ep
         copies = self.layout.dp * cp
         trains = self.optimizer is not None
-        generates = self.role is Role.ACTOR_ROLLOUT and not config.parts
+        generates = self.role is Role.ACTOR_ROLLOUT and not config.train_rollout_split
         norms = trains and tp * pp > 1  # sums the gradient norm
         groups = [tp > 1, pp > 1, cp > 1, copies > 1, norms, generates and tp > 1]
         if self.architecture.num_experts is not None:
@@ -446,7 +456,10 @@ class PipelineStage:
             return 0
         tokens = self._own_tokens(samples, shared)
         read = self._head_tokens(samples)
-        return head_bytes(self.architecture, self.head, tokens, read, self.itemsize, self.vocab)
+        head = head_bytes(self.architecture, self.head, tokens, read, self.itemsize, self.vocab)
+        if self.head is Head.LANGUAGE_MODEL:
+            head += fp32_weight_bytes(self.config, self.section, self.vocab)
+        return head
 
     def _head_tokens(self, samples: int) -> int:
         # The responses are at the end of their rows, so one rank may have most of a row's.

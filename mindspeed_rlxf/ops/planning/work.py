@@ -28,7 +28,7 @@ def describe_work(config: RunConfig) -> str:
         outputs = 0 if role in (Role.CRITIC, Role.REWARD) else actor.max_new_tokens
         flops = passes * samples * sample_flops(section.architecture, longest, outputs)
         devices = config.layout(role).world_size
-        if role is Role.ACTOR_ROLLOUT and phase == GENERATION and config.parts:
+        if role is Role.ACTOR_ROLLOUT and phase == GENERATION and config.train_rollout_split:
             devices = config.rollout_layout.world_size
         minutes = None if phase == GENERATION else _minutes(config, flops, devices)
         total_flops += flops

@@ -19,7 +19,7 @@ from mindspeed_rlxf.agents.tools import ToolAgent, ToolBox, close_tools, open_to
 from mindspeed_rlxf.config.plugins import complete_tool
 from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.reward_section import RewardConfig, SandboxConfig
-from mindspeed_rlxf.config.sections import RolloutConfig
+from mindspeed_rlxf.config.rollout_section import RolloutConfig
 from tests.unit.agents.said_session import SaidSession
 
 FILE = Path(__file__).with_name("own_tools.py")

@@ -12,7 +12,7 @@ from mindspeed_rlxf.algorithms.advantages import (
     length_adaptive_lambda,
     token_rewards,
 )
-from mindspeed_rlxf.algorithms.estimators import ESTIMATORS, Rewarded, gae
+from mindspeed_rlxf.algorithms.estimators import ESTIMATORS, AdvantageInputs, gae
 from mindspeed_rlxf.algorithms.slots import last_slots, readable_slots, value_mask
 from tests.rows import length_mask
 
@@ -89,12 +89,12 @@ def test_lambda_grows_with_the_length_of_the_response() -> None:
     assert_close(found, torch.tensor([0.8, 0.98, 0.0, 0.0]))
 
 
-def two_responses(**lambdas: float) -> Rewarded:
+def two_responses(**lambdas: float) -> AdvantageInputs:
     """Of four tokens and of two; a reward of 1 at the end, values of 0.1 at every token."""
     mask = torch.tensor([[True] * 4, [True, True, False, False]])
     rewards = torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.0, 0.0]])
     keys = {"lam": 0.2, **lambdas}
-    return Rewarded(
+    return AdvantageInputs(
         rewards.sum(1), rewards, mask, mask, mask * 0.1, None, 1, gamma=1.0, **keys
     )  # fmt: skip
 
@@ -118,21 +118,21 @@ def test_lambda_counts_tokens_that_are_learnt_from() -> None:
     trained = torch.tensor([[True, False, False, True]])
     slots = torch.tensor([[True, False, False, True, True]])
     rewards = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0]])
-    given = Rewarded(
+    given = AdvantageInputs(
         rewards.sum(1), rewards, slots, trained, slots * 0.0, None, 1, 1.0, 0.9, None, lam_alpha=1.0
     )
     # two tokens: lambda = 1 - 1 / 2
     assert_close(gae(given).advantages, torch.tensor([[0.25, 0.0, 0.0, 0.5]]))
 
 
-def of_groups(*rewards: float, lengths: tuple[int, ...] = (1, 1, 1, 1)) -> Rewarded:
+def of_groups(*rewards: float, lengths: tuple[int, ...] = (1, 1, 1, 1)) -> AdvantageInputs:
     """Responses in groups of two, the score at the last token; nan and length 0: not scored."""
     mask = torch.arange(3) < torch.tensor(lengths)[:, None]
     columns = torch.tensor(rewards)[:, None] * torch.tensor([1.0, 0.0, 0.0])
-    return Rewarded(torch.tensor(rewards), columns, mask, mask, None, None, 2, 1.0, 1.0)
+    return AdvantageInputs(torch.tensor(rewards), columns, mask, mask, None, None, 2, 1.0, 1.0)
 
 
-def advantages_of(name: str, given: Rewarded) -> list[float]:
+def advantages_of(name: str, given: AdvantageInputs) -> list[float]:
     return [round(value, 5) for value in ESTIMATORS[name](given).advantages[:, 0].tolist()]
 
 

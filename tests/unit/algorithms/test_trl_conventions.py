@@ -25,7 +25,7 @@ from mindspeed_rlxf.data.batch import (
     Scores,
     Values,
 )
-from mindspeed_rlxf.roles.objectives import ExperienceMaker, make_objective
+from mindspeed_rlxf.roles.objectives import AdvantageComputer, make_objective
 from tests.rows import rollouts_of
 
 KL_COEF = 0.1
@@ -51,7 +51,7 @@ def make_experience(
         old_log_probs=OldLogProbs.ROLLOUT,
     )
     objective = make_objective(config, alone)  # type: ignore[arg-type]
-    maker = ExperienceMaker(config, objective, alone)  # type: ignore[arg-type]
+    maker = AdvantageComputer(config, objective, alone)  # type: ignore[arg-type]
     given = rollouts, None, ref, scores, values, None, None
     output = maker.make(ExperienceInputs(*given, KL_COEF, slot_limit))
     assert isinstance(output.rows, Experience)

@@ -16,7 +16,7 @@ from mindspeed_rlxf.weights.state_files import (
     entry_of,
     find_damage,
     role_entries,
-    write_part,
+    write_rank_index,
 )
 
 MakeTree = Callable[..., dict[str, Any]]
@@ -57,7 +57,7 @@ class Role:
             (folder / "state").write_text(state)
             for rank in range(self.ranks):
                 entries = [entry_of(folder, folder / "state")] if rank == 0 else []
-                write_part(folder, rank, entries, {})
+                write_rank_index(folder, rank, entries, {})
 
     def end_save(self) -> Answer:
         self.write()

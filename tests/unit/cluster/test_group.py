@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
-from mindspeed_rlxf.cluster.interface import PoolPart, Reply, Request
+from mindspeed_rlxf.cluster.interface import Reply, Request, SubPool
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
@@ -72,7 +72,7 @@ def test_rows_are_split_by_data_parallel_rank_and_the_rest_is_the_same_for_all()
 def test_only_leaders_keep_rows_and_reports_come_in_data_parallel_order() -> None:
     group, pool = make_group(8, tp=2, pp=2)  # leaders: tp 0, pp 1 -> ranks 4 and 6
     pending = group.call(SomeRole.work, ref(4, 2))
-    kept = [rank for rank, request in enumerate(pool.requests) if request.keeps_rows]
+    kept = [rank for rank, request in enumerate(pool.requests) if request.is_leader]
     assert kept == [4, 6]
     assert pending.result() == ["report 4", "report 6"]
     assert pending.seconds == 7.0  # the slowest of all ranks, leader or not
@@ -92,12 +92,12 @@ def test_a_call_waits_once_for_the_number_of_rows_where_the_inputs_do_not_give_i
 
 def test_a_part_of_a_pool_is_a_pool_whose_ranks_count_from_its_first() -> None:
     pool = RecordingPool(5)
-    part = PoolPart(pool, 3, 2)
+    part = SubPool(pool, 3, 2)
     group = RoleGroup(Role.CRITIC, ParallelLayout(2), part)
     found = group.call(SomeRole.work, Sharded(["left", "right"]))
     assert pool.first_rank == 3 and [r.args for r in pool.requests] == [("left",), ("right",)]
     assert found.result() == ["report 0", "report 1"]
-    PoolPart(part, 1, 1).submit([])
+    SubPool(part, 1, 1).submit([])
     assert pool.first_rank == 4
     with pytest.raises(AssertionError, match="recording has 5 ranks, not 3 \\+ 3"):
-        PoolPart(pool, 3, 3)
+        SubPool(pool, 3, 3)

@@ -89,7 +89,7 @@ def test_actor_and_rollout_on_two_pools_split_one(make):
                REF: ActorRolloutRefWorker, Role.Critic: CriticWorker}  # fmt: skip
     places = {Role.Actor: "a", Role.Rollout: "b", REF: "c", Role.Critic: "c"}
     config = make(workers, {"a": [1], "b": [1], "c": [1]}, places).config
-    assert (config.parts, config.resource_pool) == ((1, 1), {"c": [1], "a+b": [2]})
+    assert (config.train_rollout_split, config.resource_pool) == ((1, 1), {"c": [1], "a+b": [2]})
 
 
 def test_a_reward_class_of_ones_own_replaces_the_rule(make):
@@ -100,7 +100,7 @@ def test_a_reward_class_of_ones_own_replaces_the_rule(make):
 
 def test_a_function_of_a_file_scores(make):
     rewards = RewardManager(None, 0, compute_score)
-    (part,) = make(reward_fn=rewards).config.reward.parts
+    (part,) = make(reward_fn=rewards).config.reward.scoring_functions
     assert part.function == f"{__file__}:compute_score"
 
 

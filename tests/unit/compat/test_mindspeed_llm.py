@@ -275,7 +275,8 @@ def test_older_ppo_configurations_keep_their_meaning(in_their_folder, name, devi
     assert [(layout.tp, layout.pp, layout.dp) for layout in found] == [(*x, 1) for x in layouts]
     assert sum(sum(sizes) for sizes in config.resource_pool.values()) == devices
     theirs = PPO[name]()["actor_rollout_ref"]["actor_rollout"]
-    assert config.parts == (theirs["num_gpus_for_train"], theirs["num_gpus_for_infer"])
+    split = (theirs["num_gpus_for_train"], theirs["num_gpus_for_infer"])
+    assert config.train_rollout_split == split
     vocabulary = 32000 if "llama2" in name else 128256  # of llama2, from the tokenizer's folder
     assert config.ref.architecture.vocab_size == vocabulary
     saved = os.path.abspath("ckpt")
@@ -299,7 +300,7 @@ def test_their_configurations_without_a_critic_plan(in_their_folder, name, sampl
     """Their values are recorded, see test_resolved_values."""
     write(in_their_folder / "theirs")
     config, notes = resolved(name, in_their_folder / "theirs")
-    assert (config.samples_per_iteration, config.parts) == (samples, (1, 1))
+    assert (config.samples_per_iteration, config.train_rollout_split) == (samples, (1, 1))
     shown = [" ".join(line.split()) for line in plan(config).text.splitlines()]
     assert f"samples {samples}" in shown
     start = "rollout llama32-1b actor_rollout 1 1 1 1 1 1 bf16 "

@@ -9,9 +9,10 @@ from mindspeed_rlxf.compat.verl.files import is_verl, read_verl
 from mindspeed_rlxf.compat.verl.table import ACTOR, NO_EFFECT, RENAMED, ROLLOUT, TABLE
 from mindspeed_rlxf.compat.verl.translate import translate_verl
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.config.keys import Given, find_field
-from mindspeed_rlxf.config.load import resolve_given
+from mindspeed_rlxf.config.keys import find_field
+from mindspeed_rlxf.config.load import resolve_raw
 from mindspeed_rlxf.config.problems import ConfigError
+from mindspeed_rlxf.config.raw_config import RawConfig
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.files import count_rows
 from mindspeed_rlxf.ops.planning.plan import plan
@@ -62,7 +63,7 @@ def translate(tmp_path, monkeypatch):
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     (tmp_path / "base.yaml").write_text("dry_run: true\ndevice: {kind: npu, memory_gib: 64}\n")
 
-    def run(*options: str) -> Given:
+    def run(*options: str) -> RawConfig:
         return translate_verl(read_verl(tmp_path / "base.yaml", options), lambda _: ROWS)
 
     return run
@@ -79,7 +80,7 @@ GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4")
 @pytest.fixture
 def resolved(translate):
     def run(*options: str) -> RunConfig:
-        return resolve_given(translate(*PPO, *options), "base")[0]
+        return resolve_raw(translate(*PPO, *options), "base")[0]
 
     return run
 
@@ -105,10 +106,10 @@ def test_data_sources_of_verl_are_scored_by_its_rules_where_no_function_is(trans
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_options_of_a_script_translate_and_plan(translate, script):
-    given = translate(*SCRIPTS[script])
+    raw = translate(*SCRIPTS[script])
     if "lora" in script:
-        assert given.sections["actor_rollout"]["lora"] == {"rank": 64, "alpha": 32}
-    config, notes = resolve_given(given, "base")
+        assert raw.sections["actor_rollout"]["lora"] == {"rank": 64, "alpha": 32}
+    config, notes = resolve_raw(raw, "base")
     assert all("GiB" in str(problem) for problem in plan(config, False).problems)  # too small here
     options = dict(option.lstrip("+").split("=", 1) for option in SCRIPTS[script])
     n = int(options.get(f"{ROLLOUT}.n", 1))
@@ -494,7 +495,7 @@ CASES = {
     ),
     "fully asynchronous, with servers": (
         (*SPLIT, "async_training.staleness_threshold=1.5", f"{ROLLOUT}.name=vllm"),
-        {"rollout.max_staleness": 1, "rollout.engine": "vllm"},
+        {"rollout.max_staleness": 3, "rollout.engine": "vllm"},
     ),
     "synchronous, by the fully asynchronous trainer": (
         (*SPLIT, "async_training.staleness_threshold=0"), {"rollout.max_staleness": None},
@@ -541,11 +542,11 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_values_are_converted(translate, case):
     options, expected = CASES[case]
-    given = translate(*PPO, *options)
-    assert given.problems == []
+    raw = translate(*PPO, *options)
+    assert raw.problems == []
     for path, value in expected.items():
         section, _, key = path.partition(".")
-        assert given.sections[section].get(key) == value, path
+        assert raw.sections[section].get(key) == value, path
 
 
 @pytest.mark.parametrize(
@@ -557,7 +558,7 @@ def test_values_are_converted(translate, case):
     ],
 )  # fmt: skip
 def test_sizes_that_are_changed_fit(translate, case):
-    config, _ = resolve_given(translate(*PPO, *CASES[case][0]), "base")
+    config, _ = resolve_raw(translate(*PPO, *CASES[case][0]), "base")
     assert all("GiB" in str(problem) for problem in plan(config, False).problems)
 
 
@@ -576,10 +577,10 @@ def test_a_plugins_estimator_may_be_named_and_says_whether_there_is_a_critic(tra
         "register_estimator('own_gae', EstimatorTraits(needs_critic=True))(gae)\n"
     )
     with restored_registries():
-        given = translate(*PPO, "+training.plugins=[own.py]", "algorithm.adv_estimator=own_gae")
-    assert given.problems == []
-    assert given.sections["algorithm"]["adv_estimator"] == "own_gae"
-    assert "stage" not in given.sections["training"] and given.sections["critic"]["load"]
+        raw = translate(*PPO, "+training.plugins=[own.py]", "algorithm.adv_estimator=own_gae")
+    assert raw.problems == []
+    assert raw.sections["algorithm"]["adv_estimator"] == "own_gae"
+    assert "stage" not in raw.sections["training"] and raw.sections["critic"]["load"]
 
 
 REFUSALS = [
@@ -638,10 +639,10 @@ def test_what_cannot_be_translated_is_one_problem_at_verls_key(refused, options,
     ],
 )
 def test_a_place_that_changes_no_number_is_noted(translate, option):
-    given = translate(*PPO, *MEGATRON, option)
+    raw = translate(*PPO, *MEGATRON, option)
     key = option.lstrip("+").partition("=")[0]
-    noted = [item for items in given.notes.values() for item in items]
-    assert given.problems == [] and any(key.startswith(i.partition("=")[0]) for i in noted)
+    noted = [item for items in raw.notes.values() for item in items]
+    assert raw.problems == [] and any(key.startswith(i.partition("=")[0]) for i in noted)
 
 
 def test_a_size_that_is_given_twice_must_be_the_same(translate):
@@ -653,9 +654,9 @@ def test_a_size_that_is_given_twice_must_be_the_same(translate):
 
 
 def test_a_problem_of_ours_names_verls_key(translate):
-    given = translate(*PPO, f"{ACTOR}.ppo_mini_batch_size=100")
+    raw = translate(*PPO, f"{ACTOR}.ppo_mini_batch_size=100")
     with pytest.raises(ConfigError) as caught:
-        resolve_given(given, "base")
+        resolve_raw(raw, "base")
     (problem,) = [str(p) for p in caught.value.problems if "ppo_mini" in p.key and "actor" in p.key]
     assert problem.startswith(f"{ACTOR}.ppo_mini_batch_size=100 must divide the 1024 samples")
 
@@ -687,11 +688,11 @@ def test_a_complete_file_has_interpolations_and_absent_values(tmp_path):
     trainer: {total_epochs: 2}
     """
     (tmp_path / "verl.yaml").write_text(text)
-    given = translate_verl(read_verl(tmp_path / "verl.yaml", ["data.train_batch_size=100"]), len)
-    assert [str(p) for p in given.problems] == [
+    raw = translate_verl(read_verl(tmp_path / "verl.yaml", ["data.train_batch_size=100"]), len)
+    assert [str(p) for p in raw.problems] == [
         "data.train_batch_size=100 must be at most the 18 rows of the files; lower it"
     ]
-    critic = given.sections["critic"]
+    critic = raw.sections["critic"]
     assert (critic["load"], critic["lr"], critic["critic_mini_batch_size"]) == ("policy", 2e-6, 128)
 
 

@@ -11,7 +11,7 @@ from mindspeed_rlxf.agents.session import AGENTS
 from mindspeed_rlxf.compat.verl.files import read_verl
 from mindspeed_rlxf.compat.verl.table import ROLLOUT
 from mindspeed_rlxf.compat.verl.translate import translate_verl
-from mindspeed_rlxf.config.keys import Given
+from mindspeed_rlxf.config.raw_config import RawConfig
 
 TURNS = f"{ROLLOUT}.multi_turn"
 
@@ -24,7 +24,7 @@ def translate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     (tmp_path / "base.yaml").write_text("dry_run: true\n")
 
-    def run(*options: str) -> Given:
+    def run(*options: str) -> RawConfig:
         usual = (
             "actor_rollout_ref.model.path=model", "critic.model.path=model",
             "data.train_files=train.parquet", "data.val_files=test.parquet",
@@ -62,11 +62,11 @@ def translate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     ],
 )
 def test_several_turns_are_an_agents(translate: Any, options: Any, expected: Any) -> None:
-    given = translate(*options)
+    raw = translate(*options)
     names = ("agent", "max_turns", "max_tool_response_length", "tools")
-    rollout = given.sections["rollout"]
+    rollout = raw.sections["rollout"]
     assert {name: rollout[name] for name in names if name in rollout} == expected
-    assert given.problems == []
+    assert raw.problems == []
 
 
 def test_classes_of_tools_are_refused_and_verls_agents_exist(translate: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_rlxf.algorithms.estimators import Rewarded
+from mindspeed_rlxf.algorithms.estimators import AdvantageInputs
 from mindspeed_rlxf.algorithms.losses import POLICY_LOSSES, ClipRange
 from mindspeed_rlxf.checkpoint.directory import find_changes
 from mindspeed_rlxf.config.enums import Role
@@ -31,12 +31,12 @@ def short(response, ground_truth):
     return RewardResult(1.0 / len(response))
 """
 ESTIMATOR = """
-from mindspeed_rlxf.algorithms.estimators import Estimate, register_estimator
+from mindspeed_rlxf.algorithms.estimators import Advantages, register_estimator
 from mindspeed_rlxf.config.estimator_traits import EstimatorTraits
 
 @register_estimator("sum", EstimatorTraits(compares_group={}, whitens=True))
-def total(given):
-    return Estimate(given.rewards.sum(1)[:, None] * given.trained_mask)
+def total(inputs):
+    return Advantages(inputs.rewards.sum(1)[:, None] * inputs.trained_mask)
 """
 
 
@@ -116,7 +116,7 @@ def test_more_parts_are_chosen_by_their_names(make_tree, tmp_path):
     assert resolve(to_tree(config), "test") == config
     mask = torch.ones(2, 3, dtype=torch.bool)
     scores = torch.tensor([1.0, 3.0])
-    given = Rewarded(scores, scores[:, None] * mask, mask, mask, None, None, 2, 1.0, 1.0)
+    given = AdvantageInputs(scores, scores[:, None] * mask, mask, mask, None, None, 2, 1.0, 1.0)
     found = make_objective(config, lambda total: total).estimate(given)  # z-scores -0.7 and 0.7
     torch.testing.assert_close(found.advantages, torch.tensor([[0.0], [0.5**0.5]]).expand(2, 3))
 

@@ -54,7 +54,7 @@ def problems(make_tree: MakeTree, changes: dict[str, Any]) -> list[str]:
 
 def test_a_function_stands_in_the_configuration_with_its_file_and_hash(make_tree, file):
     config = resolve(make_tree({"reward.function": f"{file}:score"}), "test")
-    (part,) = config.reward.parts
+    (part,) = config.reward.scoring_functions
     assert (part.name, part.function, part.weight) == ("score", f"{file}:score", 1.0)
     assert part.sha256 == plugins.Source(file, TEXT).sha256
     assert resolve(to_tree(config), "test") == config
@@ -62,7 +62,7 @@ def test_a_function_stands_in_the_configuration_with_its_file_and_hash(make_tree
 
 def test_a_function_of_verl_is_called_as_verl_does(make_tree, file):
     given = {"function": f"{file}:compute_score", "arguments": {"strict": True}}
-    (part,) = resolve(make_tree({"reward.function": given}), "test").reward.parts
+    (part,) = resolve(make_tree({"reward.function": given}), "test").reward.scoring_functions
     scorer = SampleScorer(Plan(((part, plugins.Source(file, TEXT)),), {}))
     result = scorer.score(Sample("1+1=", "2", "2", "a", {"level": 3}))
     assert (result.score, result.parts["compute_score/acc"]) == (1.0, 1.0)
@@ -77,10 +77,12 @@ def test_several_functions_have_names_weights_arguments_and_data_sources(make_tr
         {"url": "http://127.0.0.1:1/score", "batch_size": 4},
     ]
     config = resolve(make_tree({"reward.functions": given}), "test")
-    names = [part.name for part in config.reward.parts]
+    names = [part.name for part in config.reward.scoring_functions]
     assert names == ["score", "async", "Judge.judge", "gsm8k", "remote"]
-    assert config.reward.parts[0].arguments == {"scale": 0.5}
-    assert config.reward.parts[1].applies_to("a") and not config.reward.parts[1].applies_to("b")
+    assert config.reward.scoring_functions[0].arguments == {"scale": 0.5}
+    assert config.reward.scoring_functions[1].applies_to(
+        "a"
+    ) and not config.reward.scoring_functions[1].applies_to("b")
     assert resolve(to_tree(config), "test") == config
 
 

@@ -75,8 +75,10 @@ def test_an_interpolation_stays_one_and_the_written_configuration_starts_the_sam
     (tmp_path / "config.yaml").write_text(written)
     again = resolve(compose("config", config_dir=tmp_path), "mine")
     assert find_changes(yaml.safe_load(written), dumped(again)) == []
-    assert again.reward.parts == config.reward.parts
-    assert reveal(again.reward.parts[0].headers) == {"Authorization": f"Bearer {CANARY}"}
+    assert again.reward.scoring_functions == config.reward.scoring_functions
+    assert reveal(again.reward.scoring_functions[0].headers) == {
+        "Authorization": f"Bearer {CANARY}"
+    }
     assert reveal(again.pool_settings.env) == {"PLACE": CANARY, "URL": f"a/{CANARY}/b"}
 
 

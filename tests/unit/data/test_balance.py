@@ -12,7 +12,7 @@ from benchmarks.balance import (
     stored_costs,
 )
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
-from mindspeed_rlxf.data.mini_batches import equal_parts, sample_flops
+from mindspeed_rlxf.data.mini_batches import balanced_partitions, sample_flops
 
 SMALL = ArchitectureConfig(
     num_layers=3, hidden_size=4, ffn_hidden_size=8, num_attention_heads=2, num_query_groups=1,
@@ -36,14 +36,14 @@ def test_an_exchange_improves_the_longest_first_assignment() -> None:
     of 8 and 7 makes 16 | 15, the best that a sum of 31 allows."""
     costs = [8, 7, 6, 5, 4, 1]
     assert largest_greedy(costs, 2) == 17
-    parts = equal_parts(costs, 2)
-    assert [len(part) for part in parts] == [3, 3]
-    assert largest(costs, parts) == 16
+    partitions = balanced_partitions(costs, 2)
+    assert [len(partition) for partition in partitions] == [3, 3]
+    assert largest(costs, partitions) == 16
 
 
 def test_items_of_equal_cost_keep_their_order() -> None:
-    assert equal_parts([5] * 6, 3) == [[0, 1], [2, 3], [4, 5]]
-    assert equal_parts([9, 1, 5, 5, 1, 9], 3) == [[0, 1], [2, 3], [4, 5]]
+    assert balanced_partitions([5] * 6, 3) == [[0, 1], [2, 3], [4, 5]]
+    assert balanced_partitions([9, 1, 5, 5, 1, 9], 3) == [[0, 1], [2, 3], [4, 5]]
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -51,7 +51,7 @@ def test_stored_lengths_are_balanced_as_by_the_better_of_two_references(ranks: i
     costs = stored_costs(ranks * PER_RANK)
     in_order = [range(i * PER_RANK, (i + 1) * PER_RANK) for i in range(ranks)]
     assert largest(costs, in_order) > 1.15 * sum(costs) / ranks
-    ours = largest(costs, equal_parts(costs, ranks))
+    ours = largest(costs, balanced_partitions(costs, ranks))
     assert ours <= 1.05 * sum(costs) / ranks
     assert ours <= 1.02 * min(largest_greedy(costs, ranks), largest_karmarkar_karp(costs, ranks))
 
@@ -64,8 +64,10 @@ def test_every_item_is_once_in_parts_of_one_size_no_worse_than_greedy(
     count = ranks * size
     lengths = data.draw(st.lists(st.integers(1, 10_000), min_size=count, max_size=count))
     costs = [sample_flops(SMALL, n, n // 2) for n in lengths]
-    parts = equal_parts(costs, ranks)
-    assert sorted(item for part in parts for item in part) == list(range(count))
-    assert {len(part) for part in parts} == {size}
-    assert parts == equal_parts(costs, ranks) and all(part == sorted(part) for part in parts)
-    assert largest(costs, parts) <= largest_greedy(costs, ranks)
+    partitions = balanced_partitions(costs, ranks)
+    assert sorted(item for partition in partitions for item in partition) == list(range(count))
+    assert {len(partition) for partition in partitions} == {size}
+    assert partitions == balanced_partitions(costs, ranks) and all(
+        partition == sorted(partition) for partition in partitions
+    )
+    assert largest(costs, partitions) <= largest_greedy(costs, ranks)

@@ -14,7 +14,7 @@ def filled(count: int, parts: int = 1) -> PromptStore:
         labels = Labels(f"truth {place}", f"source {place % 2}", {"place": [place, {"ö": None}]})
         store.add(f"text {place} \ud800", range(place % 5 + 1), labels)
         if (place + 1) % (count // parts) == 0:
-            store.end_part()
+            store.end_file()
     return store
 
 

@@ -21,14 +21,14 @@ def no_world() -> Iterator[None]:
     assert not dist.is_initialized()
 
 
-def test_ranks_count_from_the_first_of_their_part():
-    places = [worlds.part_rank(rank, (3, 1, 2)) for rank in range(6)]
+def test_ranks_count_from_the_first_of_their_subpool():
+    places = [worlds.subpool_rank(rank, (3, 1, 2)) for rank in range(6)]
     assert places == [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1)]
-    with pytest.raises(AssertionError, match="rank 6 is beyond the parts"):
-        worlds.part_rank(6, (3, 1, 2))
+    with pytest.raises(AssertionError, match="rank 6 is beyond the sub-pools"):
+        worlds.subpool_rank(6, (3, 1, 2))
 
 
-def test_a_pool_of_one_part_is_one_world_without_another_group(no_world):
+def test_a_pool_of_one_subpool_is_one_world_without_another_group(no_world):
     worlds.join("gloo", dist.HashStore(), 0, (1,), timedelta(seconds=20))
     assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
     assert worlds.weights_group() is None

@@ -8,9 +8,9 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.engine.offload import Offload
-from mindspeed_rlxf.engine.train_engine import Part
+from mindspeed_rlxf.engine.train_engine import MemoryKind
 
-W, G, O = Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER  # noqa: E741
+W, G, O = MemoryKind.WEIGHTS, MemoryKind.GRADIENTS, MemoryKind.OPTIMIZER  # noqa: E741
 
 
 @pytest.fixture(autouse=True)
@@ -21,9 +21,9 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Model:
-    """Weights of which two view one buffer, a buffer of gradients, and slots made later."""
+    """Weights of which two view one buffer, a buffer of gradients, and moments made later."""
 
-    def __init__(self, seed: int = 0, movable: tuple[Part, ...] = tuple(Part)) -> None:
+    def __init__(self, seed: int = 0, movable: tuple[MemoryKind, ...] = tuple(MemoryKind)) -> None:
         generator = torch.Generator().manual_seed(seed)
         buffer = torch.randn(700, generator=generator)
         self.buffer = buffer
@@ -34,14 +34,14 @@ class Model:
         ]
         self.gradients = torch.ones(700)
         self.view = self.gradients[300:].view(40, 10)
-        self.slots: list[Tensor] = []
-        tensors = {W: lambda: self.weights, G: lambda: [self.gradients], O: lambda: self.slots}
+        self.moments: list[Tensor] = []
+        tensors = {W: lambda: self.weights, G: lambda: [self.gradients], O: lambda: self.moments}
         self.offload = Offload(tensors, movable)
         offload.register(self.offload)
 
     def held(self) -> list[int]:
-        """Bytes of weights, gradients and slots on the device."""
-        parts = (self.weights, [self.gradients], self.slots)
+        """Bytes of weights, gradients and moments on the device."""
+        parts = (self.weights, [self.gradients], self.moments)
         return [sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in part}
                     .values()) for part in parts]  # fmt: skip
 
@@ -53,9 +53,9 @@ def test_views_are_valid_again_and_hold_the_same_numbers() -> None:
     model = Model()
     before = [weight.detach().clone() for weight in model.weights]
     shared = model.weights[0].data  # as a rollout has it
-    model.offload.offload(Part)
+    model.offload.offload(MemoryKind)
     assert model.held() == [0, 0, 0]
-    model.offload.onload(Part)
+    model.offload.onload(MemoryKind)
     assert model.held() == WHOLE
     assert all(map(torch.equal, before, model.weights))
     assert torch.equal(shared, before[0]) and torch.equal(model.buffer[:300], before[0].view(-1))
@@ -71,15 +71,15 @@ def test_gradients_come_back_as_zeros() -> None:
     assert model.view.numel() == 400 and not model.gradients.any()
 
 
-def test_slots_that_the_optimizer_makes_later_leave_too() -> None:
+def test_moments_that_the_optimizer_makes_later_leave_too() -> None:
     model = Model()
     model.offload.offload([O])
     model.offload.onload([O])
-    model.slots += [torch.full((333,), 2.0), torch.full((8,), 3.0)]
+    model.moments += [torch.full((333,), 2.0), torch.full((8,), 3.0)]
     model.offload.offload([O])
     assert model.held()[2] == 0
     model.offload.onload([O])
-    assert (model.slots[0] == 2).all() and (model.slots[1] == 3).all()
+    assert (model.moments[0] == 2).all() and (model.moments[1] == 3).all()
 
 
 def test_a_part_that_did_not_change_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,11 +114,11 @@ def test_host_memory_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = offload.host_buffer
     monkeypatch.setattr(offload, "host_buffer", lambda n: made.append(n) or buffer(n))
     model = Model()
-    model.slots.append(torch.ones(100))
+    model.moments.append(torch.ones(100))
     for _ in range(5):
-        model.offload.offload(Part)
-        model.offload.onload(Part)
-        model.offload.mark_changed(*Part)
+        model.offload.offload(MemoryKind)
+        model.offload.onload(MemoryKind)
+        model.offload.mark_changed(*MemoryKind)
     # 2,800 and 70 bytes to multiples of 512 are 3,584, 400 are 512
     assert sorted(made) == [512, 512, 1024, 1024, 1024] and max(made) <= 1024
 
@@ -130,7 +130,7 @@ def test_parts_leave_the_device_for_another_engine_unless_they_are_in_use() -> N
         with offload.holding((two.offload, [W, G])):
             assert one.held()[0] and two.held() == WHOLE
     assert one.held()[0] and two.held()[0]  # nobody else needed the device
-    with offload.holding((two.offload, Part)):
+    with offload.holding((two.offload, MemoryKind)):
         assert one.held() == [0, 0, 0]
     assert two.held() == WHOLE
     with offload.holding():
@@ -154,9 +154,9 @@ def test_an_engine_keeps_what_it_may_not_move() -> None:
 
 def test_a_failing_phase_holds_nothing() -> None:
     one, two = Model(1), Model(2)
-    with pytest.raises(ValueError, match="middle"), offload.holding((one.offload, Part)):
+    with pytest.raises(ValueError, match="middle"), offload.holding((one.offload, MemoryKind)):
         raise ValueError("middle")
     assert not offload._holds
-    with offload.holding((two.offload, Part)):
+    with offload.holding((two.offload, MemoryKind)):
         assert one.held() == [0, 0, 0]
     assert one.weights[0].shape == (30, 10)

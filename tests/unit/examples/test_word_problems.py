@@ -1,7 +1,11 @@
 """The calculator of the language model: what it continues, what it rewards, and its questions."""
 
 import asyncio
+import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,25 +38,46 @@ def test_a_call_is_continued_by_its_result(
     assert session.messages == given and session.score == score
 
 
-def test_questions_have_answers_and_no_pair_of_factors_twice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def make_data(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(str(FILE.parent))
     with restored_registries():
-        import word_problems
+        import make_data
 
-    train, test = word_problems.make_split(1)
+        yield make_data
+    for name in ("make_data", "word_problems"):
+        sys.modules.pop(name)
+
+
+@pytest.mark.parametrize("data_source", ["calculator", "three_calls"])
+def test_questions_have_answers_and_no_pair_of_factors_twice(
+    make_data: Any, data_source: str
+) -> None:
+    problems = make_data.word_problems
+    train, test = problems.make_split(1, data_source)
     pairs = []
     for rows in (train, test):
         numbers = [
-            list(map(int, word_problems.NUMBER.findall(row["prompt"][-1]["content"])))
-            for row in rows
+            list(map(int, problems.NUMBER.findall(row["prompt"][-1]["content"]))) for row in rows
         ]
         truths = [int(row["ground_truth"]) for row in rows]
-        assert all(
-            truth in (left * right + other, left * right - other)
-            for truth, (left, right, other) in zip(truths, numbers, strict=True)
-        )
-        pairs.append({(left, right) for left, right, _ in numbers})
-    assert len(train) == word_problems.NUM_TRAIN and len(test) == word_problems.NUM_TEST
+        for truth, (left, right, first, *second) in zip(truths, numbers, strict=True):
+            if data_source == "three_calls":
+                assert truth == left * right + first - second[0]
+            else:
+                assert truth in (left * right + first, left * right - first)
+        pairs.append({(left, right) for left, right, *_ in numbers})
+    assert len(train) == problems.NUM_TRAIN and len(test) == problems.NUM_TEST
     assert not pairs[0] & pairs[1]
+
+
+def test_files_have_a_row_per_line(make_data: Any, tmp_path: Path) -> None:
+    make_data.main(["--output", str(tmp_path / "new")])
+    splits = {
+        "": make_data.word_sums.make_split(1),
+        "three_calls_": make_data.word_problems.make_split(1, "three_calls"),
+    }
+    for prefix, split in splits.items():
+        files = [tmp_path / "new" / f"{prefix}{name}.jsonl" for name in ("train", "test")]
+        rows = tuple([json.loads(line) for line in file.read_text().splitlines()] for file in files)
+        assert rows == split

@@ -61,13 +61,6 @@ def test_the_last_number_of_a_response_is_scored(response: str, expected: float)
     assert word_sums.score("", response, ground_truth="21", extra_info={}) == expected
 
 
-def test_files_have_a_row_per_line(tmp_path: Path) -> None:
-    word_sums.main(["--output", str(tmp_path / "new")])
-    files = [tmp_path / "new" / f"{name}.jsonl" for name in ("train", "test")]
-    rows = tuple([json.loads(line) for line in file.read_text().splitlines()] for file in files)
-    assert rows == word_sums.make_split(1)
-
-
 def large() -> list[str]:
     """Return the changes that the documents call LARGE."""
     text = (ROOT / "docs" / "models_and_weights.md").read_text(encoding="utf-8")
@@ -81,6 +74,7 @@ def large() -> list[str]:
         ("grpo", 2, 9, []),
         ("ppo", 3, 9, []),
         ("agent", 2, 9, []),
+        ("agent_ppo", 3, 9, []),
         ("grpo", 2, 12, large()),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -254,3 +255,25 @@ def test_no_logits_of_a_whole_micro_batch_are_kept_for_backward(
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         token_log_probs(hidden.requires_grad_(), weight, labels, VOCAB, Group())
     assert max(kept, default=0) < 2 * VOCAB
+
+
+def test_an_fp32_head_rounds_no_logits_of_a_bf16_model() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, 64, generator=generator).bfloat16()
+    weight = torch.randn(VOCAB, 64, generator=generator).bfloat16()
+    labels = torch.arange(TOKENS)
+    exact, _ = by_torch(labels)(hidden.double(), weight.double())
+
+    def error_of(linear: heads.Linear) -> float:
+        values, _ = token_log_probs(hidden, weight, labels, VOCAB, Group(), linear=linear)
+        return float((values - exact).abs().max())
+
+    assert error_of(heads.fp32_linear) < 1e-5 < 1e-2 < error_of(F.linear)
+
+    def slopes(linear: heads.Linear) -> tuple[Tensor, ...]:
+        def log_probs(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            return token_log_probs(hidden, weight, labels, VOCAB, Group(), linear=linear)
+
+        return gradients(log_probs, hidden, weight)
+
+    assert_close(slopes(heads.fp32_linear), slopes(F.linear), rtol=0.1, atol=0.1)

@@ -84,7 +84,7 @@ def test_a_plan_has_every_text_that_a_process_needs() -> None:
     plugins.load(plugin)
     file = {"function": "/gone/mine.py:score", "sha256": mine.sha256}
     plan = make_plan(reward(file, {"function": "length"}, {"url": "http://h/"}))
-    assert [(part.function, source) for part, source in plan.parts] == [
+    assert [(part.function, source) for part, source in plan.functions] == [
         ("/gone/mine.py:score", mine),
         ("length", None),
     ]

@@ -29,7 +29,7 @@ from mindspeed_rlxf.data.batch import (
     TokenLog,
     Values,
 )
-from mindspeed_rlxf.roles.objectives import ClippedObjective, ExperienceMaker, make_objective
+from mindspeed_rlxf.roles.objectives import AdvantageComputer, ClippedObjective, make_objective
 from mindspeed_rlxf.roles.reports import ExperienceReport, FailedSample
 from tests.rows import length_mask, rollouts_of
 
@@ -77,7 +77,7 @@ def output_of(
     has_critic = (estimator, stage) == (AdvEstimator.GAE, Stage.RAY_PPO)
     values = Values(torch.linspace(-1, 1, 28).view(4, 7)) if has_critic else None
     given = rollouts, old, ref, rows, values, *greedy
-    maker = ExperienceMaker(config, make_objective(config, alone), alone)
+    maker = AdvantageComputer(config, make_objective(config, alone), alone)
     output = maker.make(ExperienceInputs(*given, KL_COEF, LIMIT, token_log))
     mask = length_mask(rollouts.response_lengths, rollouts.response_ids.size(1))
     return output, (rollouts.rollout_log_probs - log_probs) * mask

@@ -33,7 +33,7 @@ def groups(
     """Of four ranks, TP 2; parts: those that train, and that generate; rank: of adapters."""
     train, generate = parts or (4, 4)
     config: Any = SimpleNamespace(
-        parts=parts,
+        train_rollout_split=parts,
         layout=lambda role: ParallelLayout(train, 2),
         rollout_layout=ParallelLayout(generate, 2),
         actor_rollout=SimpleNamespace(lora=LoraConfig(rank=rank)),

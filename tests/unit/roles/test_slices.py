@@ -29,7 +29,7 @@ def config(staleness: int = 1, **actor: Any) -> Any:
         actor_rollout=ActorConfig.model_construct(**keys),
         validation=ValidationConfig(),
         rollout=RolloutConfig(max_staleness=staleness),
-        parts=None,
+        train_rollout_split=None,
     )
 
 

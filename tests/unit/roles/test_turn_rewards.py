@@ -11,7 +11,7 @@ from mindspeed_rlxf.config.enums import AdvantageWhiten, OldLogProbs, Role, Stag
 from mindspeed_rlxf.config.schema import ActorConfig, AlgorithmConfig, RewardConfig
 from mindspeed_rlxf.data.agent_record import AgentFailure, AgentRecord
 from mindspeed_rlxf.data.batch import Experience, ExperienceInputs, LogProbs, Scores, Values
-from mindspeed_rlxf.roles.objectives import ExperienceMaker, make_objective
+from mindspeed_rlxf.roles.objectives import AdvantageComputer, make_objective
 from mindspeed_rlxf.roles.reports import ExperienceReport
 from tests.rows import made_rollouts
 
@@ -60,7 +60,7 @@ def experience(
         0.1,
         6,
     )
-    output = ExperienceMaker(config, make_objective(config, alone), alone).make(inputs)
+    output = AdvantageComputer(config, make_objective(config, alone), alone).make(inputs)
     assert isinstance(output.rows, Experience)
     return output.rows, output.report
 

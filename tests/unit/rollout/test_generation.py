@@ -1,5 +1,6 @@
 """Rows that share prompts, are set back or are computed beyond their end change no response."""
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -8,7 +9,8 @@ import pytest
 import torch
 
 from mindspeed_rlxf.config import generation_memory
-from mindspeed_rlxf.rollout import generation, kv_cache
+from mindspeed_rlxf.rollout import generation, kv_cache, prefixes
+from mindspeed_rlxf.rollout.rollout_engine import Begun
 from tests.unit.rollout.test_native import (
     DIM,
     GROUPS,
@@ -68,6 +70,43 @@ def test_samples_of_a_prompt_share_its_prefill(prompts, rows, computed):
     assert rollout.stats().prompt_tokens == computed
 
 
+@pytest.mark.parametrize("rows", [100, 3])
+def test_responses_that_go_on_share_the_prefill_of_their_prompt(prompts, rows):
+    """Also with a response that begins, and where some of the prompt's rows enter later."""
+    prompt = prompts[1]
+    asked = requests([prompt] * 6, range(6), settings(**SAMPLED))
+    for place, length in enumerate([0, 4, 0, 2, 4, 3]):
+        if length > 0:
+            begun = Begun([3, 1, 4, 2][:length], [-0.5] * length, [0] * length)
+            asked[place] = replace(asked[place], begun=begun)
+    alone = [next(engine(TinyModel(), 1).generate([request])) for request in asked]
+    rollout = engine(TinyModel(), rows)
+    found = sorted(rollout.generate(asked), key=lambda result: result.place)
+    for ours, theirs in zip(found, alone, strict=True):
+        assert ours.tokens == theirs.tokens
+        assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-6)
+    # The first row's prompt serves all: each costs the tokens of its response so far.
+    assert rollout.stats().prompt_tokens == len(prompt) + 4 + 2 + 4 + 3
+
+
+def test_prompts_that_begin_alike_compute_the_beginning_once(monkeypatch):
+    """In blocks of two tokens, and if it is half of a row or more."""
+    monkeypatch.setattr(prefixes, "BLOCK", 2)
+    begin = [3, 1, 4, 1, 5]
+    ends = [[9], [2, 6], [9], [2, 7], [5, 3, 5, 8, 9]]
+    asked = requests([np.array(begin + end) for end in ends], range(5), settings(**SAMPLED))
+    asked[2] = replace(asked[2], begun=Begun([3, 1], [-0.5] * 2, [0] * 2))
+    alone = [next(engine(TinyModel(), 1).generate([request])) for request in asked]
+    rollout = engine(TinyModel(), 100)
+    found = sorted(rollout.generate(asked), key=lambda result: result.place)
+    for ours, theirs in zip(found, alone, strict=True):
+        assert ours.tokens == theirs.tokens
+        assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-6)
+    # The second copies 4 tokens, the third its prompt of 6, the fourth 6 of the second's. The
+    # fifth shares 4 of 10.
+    assert rollout.stats().prompt_tokens == 6 + 3 + 2 + 1 + 10
+
+
 @pytest.fixture
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (generation_memory, kv_cache):
@@ -86,12 +125,12 @@ def test_samples_wait_where_the_cache_is_full_and_go_on_as_before(prompts, sizes
     expected = answers(engine(TinyModel(), 1), prompts, **SAMPLED)
     token = 2 * GROUPS * DIM * 8  # keys and values of one layer, fp64
     bytes_of_all = int(tokens * token / generation_memory.CACHE_SHARE) + 10
-    sizes.tokens = sizes.slots = 0
+    sizes.tokens = sizes.num_rows = 0
     rollout = engine(TinyModel(), memory=bytes_of_all, steps=steps)
     same(answers(rollout, prompts, **SAMPLED), expected)
     assert sizes.tokens <= max(tokens, 17)
     again = rollout.stats().prompt_tokens - sum(map(len, prompts))
-    assert (sizes.slots == 1) == (tokens <= 17)
+    assert (sizes.num_rows == 1) == (tokens <= 17)
     assert (again > 0) == (tokens == 40), "some waited, and their tokens were computed again"
     assert rollout.stats().sampled_tokens == sum(map(len, expected[0]))
 
@@ -111,8 +150,8 @@ def test_logits_that_are_no_numbers_end_the_generation(prompts):
         answers(engine(model, 3), prompts, **SAMPLED)
 
 
-def test_slots_are_refilled_together(prompts, monkeypatch):
-    """At least 1 in REFILLED of the slots, while others grow; the last ones as they are."""
+def test_rows_are_refilled_together(prompts, monkeypatch):
+    """At least 1 in REFILLED of the rows, while others grow; the last ones as they are."""
     model = TinyModel()
     entered: list[int] = []
     begin = generation.RowStates.set_up

@@ -26,9 +26,9 @@ def unset_memory_is_nan() -> Iterator[None]:
 CPU = torch.device("cpu")
 
 
-def new_cache(slots: int, max_length: int = 16) -> KvCache:
+def new_cache(num_rows: int, max_length: int = 16) -> KvCache:
     cache = KvCache(CacheShape(LAYERS, GROUPS, DIM, torch.float64), max_length, CPU)
-    cache.fit(slots, max_length)
+    cache.fit(num_rows, max_length)
     return cache
 
 
@@ -44,13 +44,13 @@ def random_tokens(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 def prefill(
     cache: KvCache, layer: int, qkv: list[tuple[Tensor, ...]], lengths: list[int], first: int = 0
 ) -> Tensor:
-    """The first lengths[i] tokens of sequence i into slot first + i."""
+    """The first lengths[i] tokens of sequence i into row first + i."""
     tokens = [x[:n] for parts, n in zip(qkv, lengths, strict=True) for x in parts]
-    slots = torch.arange(first, first + len(lengths))
+    rows = torch.arange(first, first + len(lengths))
     attend = Prefill(
         lengths=tuple(lengths),
         cache=cache,
-        slot=slots.repeat_interleave(torch.tensor(lengths)),
+        cache_row=rows.repeat_interleave(torch.tensor(lengths)),
         position=torch.cat([torch.arange(n) for n in lengths]),
     )
     query, key, value = (torch.cat(tokens[i::3]) for i in range(3))
@@ -58,7 +58,7 @@ def prefill(
 
 
 def decode(cache: KvCache, layer: int, qkv: list[tuple[Tensor, ...]], places: list[int]) -> Tensor:
-    """Token places[i] of the sequence in slot i."""
+    """Token places[i] of the sequence in row i."""
     query, key, value = (
         torch.stack([parts[i][p] for parts, p in zip(qkv, places, strict=True)]) for i in range(3)
     )
@@ -71,7 +71,7 @@ def test_prefill_then_decode_is_causal_attention_of_the_whole_sequence(layer):
     prompts, total = [3, 7, 1], 10
     qkv = [random_tokens(total, seed) for seed in range(3)]
     whole = [PackedSequences(lengths=(total,)).attend(layer, *parts) for parts in qkv]
-    cache = new_cache(slots=3)
+    cache = new_cache(num_rows=3)
     out = prefill(cache, layer, qkv, prompts)
     expected = torch.cat([w[:n] for w, n in zip(whole, prompts, strict=True)])
     assert_close(out, expected)
@@ -101,13 +101,13 @@ def test_a_cache_grows_by_pages_and_keeps_what_its_rows_hold(monkeypatch):
     cache = KvCache(CacheShape(LAYERS, GROUPS, DIM, torch.float64), 19, CPU)
     qkv = [random_tokens(19, seed) for seed in range(3)]
     cache.fit(3, 3)
-    sizes = [(cache.slots, cache.capacity)]
+    sizes = [(cache.num_rows, cache.capacity)]
     prefill(cache, 2, qkv, [2, 3, 1])
     for rows, length in ((3, 4), (3, 5), (3, 8), (2, 19), (2, 17), (2, 13), (2, 9), (1, 9)):
         cache.fit(rows, length)
-        sizes.append((cache.slots, cache.capacity))
+        sizes.append((cache.num_rows, cache.capacity))
     # Pages of 4, 19 tokens at most. 13 tokens need 16, 9 need 12: one page more is kept, two are
-    # not; neither are slots of which half are free.
+    # not; neither are rows of which half are free.
     assert sizes == [(3, 4), (3, 4), (3, 8), (3, 8), (2, 19), (2, 19), (2, 19), (2, 12), (1, 12)]
     whole = PackedSequences(lengths=(19,)).attend(1, *qkv[0])
     assert_close(decode(cache, 2, qkv[:1], [2]), whole[2:3])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
@@ -16,10 +17,10 @@ from transformers import PreTrainedTokenizerFast
 from mindspeed_rlxf.config.generation_memory import CACHE_SHARE
 from mindspeed_rlxf.models.attention import Attend, PackedSequences
 from mindspeed_rlxf.rollout import generation, native
+from mindspeed_rlxf.rollout.expert_sync import ExpertSync
 from mindspeed_rlxf.rollout.kv_cache import DecodeStep, KvCache
 from mindspeed_rlxf.rollout.native import NativeRollout
 from mindspeed_rlxf.rollout.rollout_engine import FinishReason, GenerationRequest, answer_from_table
-from mindspeed_rlxf.rollout.rounds import Rounds
 from mindspeed_rlxf.rollout.sampling import SamplingSettings, StopStrings
 
 VOCAB, HEADS, GROUPS, DIM, EOS = 11, 4, 2, 4, 0
@@ -28,6 +29,8 @@ SEED = 5
 
 class TinyModel(nn.Module):
     """Embedding, positions, one attention layer: what NativeRollout asks of a TransformerModel."""
+
+    linear = staticmethod(F.linear)
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,6 +51,7 @@ class TinyModel(nn.Module):
             params_dtype=torch.float64,
         )
         self.architecture = SimpleNamespace(vocab_size=VOCAB)
+        self.linear = nn.functional.linear  # the head's product
         self.tp_group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
         self.calls: list[int] = []  # tokens of each forward
 
@@ -71,7 +75,7 @@ class Source:
     def __init__(self, model: nn.Module) -> None:
         self.module: Any = model
         nobody: Any = None
-        self.rounds = Rounds((), nobody, nobody)
+        self.expert_sync = ExpertSync((), nobody, nobody)
         self.groups, self.is_active = self, False
 
     @contextlib.contextmanager
@@ -153,7 +157,7 @@ def test_greedy_responses_are_those_of_the_model_without_cache(prompts, max_rows
 class Sizes:
     """The most rows and tokens that the caches had, and the rows of each decode step."""
 
-    slots: int = 0
+    num_rows: int = 0
     tokens: int = 0
     decoded: list[int] = field(default_factory=list)
 
@@ -163,10 +167,10 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Sizes:
     seen = Sizes()
 
     class Cache(KvCache):
-        def fit(self, slots: int, length: int) -> None:
-            super().fit(slots, length)
-            seen.slots = max(seen.slots, self.slots)
-            seen.tokens = max(seen.tokens, self.slots * self.capacity)
+        def fit(self, num_rows: int, length: int) -> None:
+            super().fit(num_rows, length)
+            seen.num_rows = max(seen.num_rows, self.num_rows)
+            seen.tokens = max(seen.tokens, self.num_rows * self.capacity)
 
     class Step(DecodeStep):
         def __post_init__(self) -> None:
@@ -180,13 +184,13 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Sizes:
 
 def test_without_a_number_as_many_rows_grow_as_the_cache_holds(prompts, sizes):
     expected = answers(engine(TinyModel(), memory=2**40), prompts)[0]
-    assert sizes.slots == len(prompts)
+    assert sizes.num_rows == len(prompts)
     token = 2 * GROUPS * DIM * 8  # keys and values of one layer, fp64
     # A row counts with its prompt of up to 8 and half a response of 9: 12 tokens.
     three_rows = int(3 * 12 * token / CACHE_SHARE) + 10
-    sizes.slots = sizes.tokens = 0
+    sizes.num_rows = sizes.tokens = 0
     assert answers(engine(TinyModel(), memory=three_rows), prompts)[0] == expected
-    assert sizes.slots == 2 and sizes.tokens == 2 * 17  # whole, 3 rows are 51 tokens of 36
+    assert sizes.num_rows == 2 and sizes.tokens == 2 * 17  # whole, 3 rows are 51 tokens of 36
 
 
 @pytest.mark.parametrize("keys", [{}, {"do_sample": True, "temperature": 2.0}])
@@ -237,7 +241,7 @@ def test_tensor_parallel_ranks_take_rows_and_tokens_of_the_first(prompts, monkey
     model.tp_group = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
     limits = [torch.tensor([3, 0])]  # rows, tokens of the cache
     tokens, _ = answers(engine(model, 5), prompts, max_new_tokens=3)
-    assert tokens == [[7, 7, 7]] * len(prompts) and sizes.slots == 3
+    assert tokens == [[7, 7, 7]] * len(prompts) and sizes.num_rows == 3
 
 
 def test_a_short_response_is_handed_out_before_a_long_one_has_ended(prompts):

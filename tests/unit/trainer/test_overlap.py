@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.checkpoint.stopping import StopRequest
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef
 from mindspeed_rlxf.config.enums import OldLogProbs
 from mindspeed_rlxf.config.schema import AlgorithmConfig, RolloutConfig
 from mindspeed_rlxf.data.sampler import PromptSampler
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
+from mindspeed_rlxf.trainer.stopping import StopRequest
 from tests.virtual_roles import make_prompts
 
 
@@ -42,6 +42,8 @@ class Call:
 class Scripted:
     """A role whose methods note that they were called."""
 
+    server_has_failed = False
+
     def __init__(self, role: str, called: list[str]) -> None:
         self._role, self._called = role, called
         self._calls: list[Call] = []
@@ -63,8 +65,9 @@ def test_all_roles_have_work_before_the_driver_waits(limit):
         actor_rollout=SimpleNamespace(n_samples_per_prompt=1, max_new_tokens=8),
         training=SimpleNamespace(train_iters=1, seed=1, global_batch_size=1),
         rollout=RolloutConfig(),
+        runs_vllm=False,
         lead=0,
-        parts=(),
+        train_rollout_split=(),
         validation=SimpleNamespace(before=False),
         warmup_iters=0,
         old_log_probs=OldLogProbs.RECOMPUTE,

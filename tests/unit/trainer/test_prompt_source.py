@@ -69,7 +69,7 @@ def test_train_weights_are_shares_of_the_files(make_config):
     for name in ("a", "b"):
         for _ in range(6):
             store.add(name, [1], Labels("", name))
-        store.end_part()
+        store.end_file()
     files = {"train_files": ["a.jsonl", "b.jsonl"], "shuffle": False}
     config = make_config(global_batch_size=4)
     for weights, sources in (((3.0, 1.0), "aaba" * 2), ((), "aaaaaabb")):

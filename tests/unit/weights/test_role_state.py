@@ -11,16 +11,21 @@ from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.weights import role_state
 from mindspeed_rlxf.weights.chunks import Chunk, HeldChunk, flat_chunks, view_chunk, whole
 from mindspeed_rlxf.weights.folders import open_weights
-from mindspeed_rlxf.weights.role_state import file_of, open_state, read_slots, write_chunks
-from mindspeed_rlxf.weights.state_files import entry_of, has_parts, merge_parts, write_part
+from mindspeed_rlxf.weights.role_state import file_of, open_state, read_states, write_chunks
+from mindspeed_rlxf.weights.state_files import (
+    entry_of,
+    has_rank_indexes,
+    merge_rank_indexes,
+    write_rank_index,
+)
 from tests.unit.weights.folders_of import architecture_of
 
 MATRIX = torch.arange(7 * 5, dtype=torch.float32).view(7, 5)
 VECTOR = torch.arange(6, dtype=torch.bfloat16)
 
 
-def held(slot: str, name: str, tensor: Tensor, chunk: Chunk) -> HeldChunk:
-    return HeldChunk(slot, name, chunk, tensor[chunk.slices])
+def held(state_name: str, name: str, tensor: Tensor, chunk: Chunk) -> HeldChunk:
+    return HeldChunk(state_name, name, chunk, tensor[chunk.slices])
 
 
 @pytest.fixture
@@ -42,15 +47,15 @@ def test_a_rank_opens_only_the_file_that_it_needs(
     for rank in range(ranks):
         file, chunk = file_of(tmp_path, rank), Chunk((rank, 0), (1, 2))
         rows = write_chunks(file, [held("weight", "m", matrix, chunk)])
-        write_part(tmp_path, rank, [entry_of(tmp_path, file)], {file.name: rows})
-    assert has_parts(tmp_path, ranks) and not has_parts(tmp_path, ranks + 1)
-    merge_parts(tmp_path, ranks)
+        write_rank_index(tmp_path, rank, [entry_of(tmp_path, file)], {file.name: rows})
+    assert has_rank_indexes(tmp_path, ranks) and not has_rank_indexes(tmp_path, ranks + 1)
+    merge_rank_indexes(tmp_path, ranks)
     opened: list[Path] = []
     original = role_state.open_safetensors
     monkeypatch.setattr(
         role_state, "open_safetensors", lambda path: opened.append(path) or original(path)
     )
-    wanted = read_slots(tmp_path)["weight"]["m"].read(Chunk((7, 0), (1, 2)))
+    wanted = read_states(tmp_path)["weight"]["m"].read(Chunk((7, 0), (1, 2)))
     assert torch.equal(wanted, matrix[7:8]) and opened == [file_of(tmp_path, 7)]
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["index.json"]
 
@@ -73,7 +78,7 @@ def test_a_flat_range_is_at_most_three_boxes_that_hold_just_its_numbers(
 
 
 def test_every_chunk_is_read(folder: Path) -> None:
-    moments = read_slots(folder)["exp_avg"]["m"]
+    moments = read_states(folder)["exp_avg"]["m"]
     for top, left in product(range(7), range(5)):
         for bottom, right in product(range(top + 1, 8), range(left + 1, 6)):
             found = moments.read(Chunk((top, left), (bottom - top, right - left)))
@@ -82,7 +87,7 @@ def test_every_chunk_is_read(folder: Path) -> None:
 
 def test_numbers_that_no_file_has_are_an_error(folder: Path) -> None:
     file_of(folder, 1).unlink()
-    moments = read_slots(folder)["exp_avg"]
+    moments = read_states(folder)["exp_avg"]
     assert moments["m"].read(Chunk((0, 0), (1, 5))).equal(MATRIX[:1])
     with pytest.raises(ValueError, match=r"exp_avg of m must be complete, 3 of 5 elements"):
         moments["m"].read(Chunk((1, 0), (1, 5)))

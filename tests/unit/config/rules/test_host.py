@@ -5,7 +5,7 @@ import pytest
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config import packages
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.config.section_rules import GIB
+from mindspeed_rlxf.config.host_rules import GIB
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ TP2_PP2 = {
 
 def test_training_has_the_first_ranks_and_generation_the_others(make_tree):
     config = resolve(make_tree(SPLIT | TP2_PP2), "t")
-    assert config.parts == (4, 4)
+    assert config.train_rollout_split == (4, 4)
     assert config.layout(Role.ACTOR_ROLLOUT) == ParallelLayout(4, 2, 2)
     assert config.rollout_layout == ParallelLayout(4, 2, 1)
     assert config.layout(Role.REF) == ParallelLayout(8)

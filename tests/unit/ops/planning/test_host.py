@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from mindspeed_rlxf.config.host_rules import PROCESS_BYTES
 from mindspeed_rlxf.config.load import resolve
-from mindspeed_rlxf.config.section_rules import PROCESS_BYTES
 from mindspeed_rlxf.models.parameter_counts import model_elements
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.ops.planning.host_memory import HostMemory, disk_needed, host_memory_needed

@@ -9,9 +9,9 @@ import torch
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config import generation_memory
 from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.host_rules import GIB
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.section_rules import GIB
 from mindspeed_rlxf.models.parameter_counts import model_elements
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.ops.planning import memory

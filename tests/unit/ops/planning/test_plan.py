@@ -110,6 +110,13 @@ CHUNKS = {
                 "HCCL_BUFFSIZE 256 resource_pool.env",
             ],
         ),
+        (
+            {"rollout.tools": ["python"], "rollout.agent_lag": 2, "rollout.tool_processes": 3},
+            [
+                "agent tools, turns: 8, slices until an answer: 2 (of 32 decode steps)",
+                "tools python, processes: 24 (replicas: 8)",
+            ],
+        ),
     ],
 )
 def test_the_plan_shows_sizes_places_and_variables(make_tree, monkeypatch, changes, expected):
