@@ -87,7 +87,7 @@ class ChatRequest:
         try:
             tools = tuple(str(tool["function"]["name"]) for tool in fields.get("tools") or [])
             return cls(
-                _read_messages(messages),
+                read_messages(messages),
                 limit,
                 tools,
                 (stop,) if isinstance(stop, str) else tuple(map(str, stop)),
@@ -119,7 +119,7 @@ def _wrong(message: str) -> ChatError:
     return ChatError(400, "invalid_request_error", message)
 
 
-def _read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Return messages with text as content, arguments as objects, and names at tools' results."""
     tool_names: dict[str, str] = {}  # by the id of the call
     read: list[Message] = []

@@ -26,6 +26,7 @@ from mindspeed_rlxf.agents.chat_api import (
     Identity,
     answer_message,
     identity_of,
+    read_messages,
 )
 from mindspeed_rlxf.agents.session import ConversationFailed, Message, Session, SessionEnded, Turn
 
@@ -98,7 +99,7 @@ class Endpoint:
         self.loop = asyncio.get_running_loop()
         self._session, self._stop_strings, self._tools = session, stop_strings, tools
         self.messages = session.shown_messages
-        self._chat = [identity_of(message) for message in self.messages]
+        self._chat = [identity_of(message) for message in read_messages(self.messages)]
         self._last: Exchange | None = None  # its answer is no part of `_chat` yet
         self._num_turns = 0
         self._num_calls = 0

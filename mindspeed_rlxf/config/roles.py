@@ -478,3 +478,6 @@ class CriticConfig(LearningConfig):
         if self.freezes_attention and self.lora.rank:
             rule = f"must be none with {ref('lora.rank')}, which freezes all layers"
             yield Problem("freeze", rule, self.freeze, "remove one of them")
+        if self.freeze_after is not None and self.freeze_after < self.warmup_iters:
+            rule = f"must be at least {ref('warmup_iters')}={self.warmup_iters}"
+            yield Problem("freeze_after", rule, self.freeze_after, f"use {self.warmup_iters}")

@@ -61,3 +61,11 @@ def calculate(row: dict[str, Any]) -> None:
     if call is not None:
         result = {"role": "tool", "content": f"{int(call[1]) + int(call[2])}>"}
         session.say([*messages, answer, result])
+
+
+def talk_on(row: dict[str, Any]) -> None:
+    """Asks for turns until one is refused, which it does not expect."""
+    session, messages = client(), row["messages"]
+    while True:
+        answer = session.say(messages, max_tokens=1)
+        messages = [*messages, answer, {"role": "user", "content": "1"}]

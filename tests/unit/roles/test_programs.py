@@ -143,6 +143,13 @@ def test_a_program_that_fails_masks_its_sample_and_ends(run_program: Any) -> Non
     wait_for(lambda: not sleeping("4243"))
 
 
+def test_a_program_that_fails_as_no_turn_is_left_is_no_failure(run_program: Any) -> None:
+    output, _ = generate(run_program(f"{FILE}:talk_on", max_turns=2), prompts_of(0))
+    records = output.report.records
+    assert [(record.failure, len(record.turns)) for record in records] == [(None, 2)] * 2
+    assert not output.rows.has_eos.any() and output.rows.trained_mask.any(1).all()
+
+
 def test_programs_end_with_the_run(run_program: Any) -> None:
     role = run_program(f"{FILE}:outlive")
     assert role.agents is not None and role.conversations is not None
