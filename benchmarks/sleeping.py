@@ -164,7 +164,9 @@ def force_lengths(lengths: Sequence[int]) -> None:
     """Give sample i `lengths[i % len(lengths)]` tokens, whatever engine generates them."""
     add = DrawnSamples.add
 
-    def add_with_lengths(self: Any, prompts: Any, sampling: Any, settings: Any, seed: int) -> None:
+    def add_with_lengths(
+        self: Any, prompts: Any, sampling: Any, settings: Any, seed: int, _agents: None
+    ) -> None:
         for row, sample_id in enumerate(prompts.sample_ids):
             length = lengths[sample_id % len(lengths)]
             forced = replace(settings, min_new_tokens=length, max_new_tokens=length)

@@ -145,6 +145,9 @@ class VirtualRollout:
 
     Like the real role it knows responses by sample id until `forget`, and after `load_ahead` keeps
     those that are added again.
+
+    Attributes:
+        failures: Slices in which a server fails after a few steps, counted from 1.
     """
 
     def __init__(
@@ -168,6 +171,9 @@ class VirtualRollout:
         self.version = 0
         self.check_weights: Callable[[int], None] = lambda _: None
         self.moved = False
+        self.failures: set[int] = set()
+        self.num_slices = 0
+        self.server_has_failed = False
         self.drawn_again = 0  # tokens that a resumed run draws a second time
         self.added: list[int] = []
 
@@ -175,6 +181,7 @@ class VirtualRollout:
         assert not any(self.batches), "weights change while responses are in the engine"
         self.check_weights(version)
         self.version = version
+        self.server_has_failed = False
 
     def add(self, prompts: Prompts, _seed: int, sampling: Sampling = Sampling.TRAINING) -> Call:
         for sample_id in prompts.sample_ids:
@@ -192,6 +199,11 @@ class VirtualRollout:
         return self.lane.submit(0.0)
 
     def advance(self, steps: int | None) -> Call:
+        assert not self.server_has_failed, "new weights come first, with a new server"
+        self.num_slices += 1
+        if self.num_slices in self.failures:
+            self.server_has_failed = True
+            steps = 4
         ended, self.untold = self.untold, []
         seconds = [0.0]
         for replica, queue in enumerate(self.queues):

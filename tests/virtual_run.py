@@ -50,6 +50,7 @@ class Setting:
     rows: int = 3
     longest: int = 60
     update_s: float = 1.0
+    failures: tuple[int, ...] = ()  # slices in which a server fails
     seed: int = 0
 
     @classmethod
@@ -137,6 +138,7 @@ class VirtualRun:
             setting.group_size,
         )
         self.rollout.check_weights = self.check_weights
+        self.rollout.failures = {*setting.failures}
         self.reward = VirtualReward(self.generating, setting.score_of)
         self.source = PromptSource(
             make_prompts(setting.num_prompts),
@@ -194,6 +196,7 @@ class VirtualRun:
                 runs_slices=setting.staleness > 0,
                 runs_agents=False,
             ),
+            runs_vllm=bool(setting.failures),
             lead=setting.lead,
             train_rollout_split=(1, 1) if setting.lead else (),
             placement={Role.ACTOR_ROLLOUT: "main"},

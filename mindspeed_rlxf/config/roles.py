@@ -135,12 +135,6 @@ class RoleConfig(Section):
         only_if="packed_sequences",
     )
     bf16: bool = key(False, "weights and activations in bfloat16")
-    fp32_head: bool = key(
-        False,
-        "logits of a bf16 model in fp32, so that log-probs of rollout and training are closer; "
-        "scores always are",
-        used_if="bf16",
-    )
     packed_sequences: bool = free(True, "no padding in forward and backward")
     share_prompts: bool = free(
         True,
@@ -150,6 +144,11 @@ class RoleConfig(Section):
     offload: OffloadConfig = free(
         OffloadConfig(), "memory that leaves the device outside of the role's phases"
     )
+
+    @property
+    def has_fp32_logits(self) -> bool:
+        """Whether a bf16 model's logits are fp32; a score head's outputs always are."""
+        return False
 
     @property
     def model_chunks(self) -> int:
@@ -310,7 +309,22 @@ class LearningConfig(RoleConfig, OptimizerConfig):
             yield Problem(TP, rule, tp, f"use {a.kv_heads} or less")
 
 
-class ActorConfig(LearningConfig):
+class PolicyConfig(RoleConfig):
+    """Keys of the roles with logits."""
+
+    fp32_head: bool = key(
+        False,
+        "logits of a bf16 model in fp32: log-probs of rollout and training are closer",
+        used_if="bf16",
+    )
+
+    @property
+    def has_fp32_logits(self) -> bool:
+        """Whether a bf16 model's logits are fp32."""
+        return self.bf16 and self.fp32_head
+
+
+class ActorConfig(LearningConfig, PolicyConfig):
     """The policy: generation and training."""
 
     do_sample: bool = key(
@@ -426,7 +440,7 @@ class ActorConfig(LearningConfig):
             yield Problem("stop_token_ids", f"must be below {vocab_size}", outside, "remove them")
 
 
-class RefConfig(RoleConfig):
+class RefConfig(PolicyConfig):
     """The frozen policy behind the KL penalty."""
 
     load: FilePath | None = key(None, "folder of the frozen weights, Hugging Face's or Megatron's")

@@ -8,7 +8,7 @@ from mindspeed_rlxf.config.schema import RunConfig
 
 STALENESS = "rollout.max_staleness"
 THRESHOLD = "algorithm.rollout_is_threshold"
-WHOLE_RESPONSES = ("vllm", "transformers")
+WHOLE_RESPONSES = ("transformers",)
 """Engines that cannot stop after a number of decode steps, so each call ends every response."""
 
 

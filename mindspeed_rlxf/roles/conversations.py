@@ -28,6 +28,7 @@ from mindspeed_rlxf.data.template_dates import template_arguments
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.roles.drawn_samples import DrawnSample, DrawnSamples, Key
 from mindspeed_rlxf.rollout.rollout_engine import (
+    EngineLost,
     GenerationResult,
     GenerationStats,
     StepwiseEngine,
@@ -46,12 +47,14 @@ class AgentHost:
 
     Attributes:
         agreement: With the other ranks of the replica, and those that share experts.
+        server_has_failed: See `Replica`.
     """
 
     def __init__(self, config: RunConfig, eos_token_ids: Sequence[int], replica: Replica) -> None:
         """Start the loop, and open the tools, on a leader."""
         self.rollout = config.rollout
         self.is_leader, self.agreement = replica.is_leader, replica.agreement
+        self.server_has_failed = replica.server_has_failed
         self._eos_token_ids = tuple(eos_token_ids)
         self._agents: dict[str, Agent] = {}
         self._dialects: dict[bool, Dialect] = {}  # whether for chats
@@ -219,6 +222,8 @@ def generate_conversations(
 
     Returns the prompts with their agents' records, a result for each in this order, and counts. A
     sample id that several rows have is of the same prompt, and led once.
+
+    Raises EngineLost if the engine's server fails.
     """
     samples = DrawnSamples()
     row_of = {sample_id: row for row, sample_id in enumerate(prompts.sample_ids)}
@@ -229,6 +234,8 @@ def generate_conversations(
     while host.agreement.is_any_left(samples.num_unfinished):
         for _ in conversations.run_slice(engine, host.rollout.slice_steps):
             pass
+        if host.server_has_failed():
+            raise EngineLost("the server failed amid conversations; see its log")
         stats += engine.stats()
     ended = [samples[sample_id, sampling] for sample_id in prompts.sample_ids]
     results = []

@@ -86,10 +86,14 @@ class EndedResponse(NamedTuple):
 
 @dataclass(frozen=True)
 class SliceReport:
-    """What a slice did on a replica: the responses that ended, and how many have not."""
+    """What a slice did on a replica: the responses that ended, and how many have not.
+
+    After `server_has_failed` the others go on once the weights are sent again.
+    """
 
     ended: list[EndedResponse]
     unfinished: int
+    server_has_failed: bool = False
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,11 @@ class RolloutGroup:
     """The generating ranks: the actor's, or the other part in disaggregated placement.
 
     A replica is a tensor-parallel group.
+
+    Attributes:
+        server_has_failed: Whether a replica's server has failed since the weights were sent last.
+            `update_weights` starts another.
+        moved: Whether the last update must have changed some weights.
     """
 
     def __init__(self, config: RunConfig, pool: Pool) -> None:
@@ -61,7 +66,9 @@ class RolloutGroup:
         self._version: int | None = None  # of the weights that the ranks have
         self._has_base = False  # whether the ranks have what the adapters belong to
         self.write_receipt: Callable[[dict[str, Any]], None] = lambda _: None
-        self.moved = False  # whether the last update must have changed some weights
+        self._actor: ActorGroup | None = None  # whose weights these are
+        self.server_has_failed = False
+        self.moved = False
         # (sample id, sampling) -> replica that generates it, until it is forgotten
         self._replica_of: dict[tuple[int, Sampling], int] = {}
 
@@ -79,26 +86,30 @@ class RolloutGroup:
     def update_weights(self, actor: ActorGroup, version: int) -> None:
         """Give the rollout the actor's weights after `version` updates, and wait.
 
-        Servers are probed before the first time, and after this if one was started again since the
-        last time; then they get the weights once more.
+        Servers are probed before the first time, and after this if one was started again or has
+        failed in it; then they get the weights once more.
 
         Raises:
             ValueError: A server answers the probe wrongly, or got the same bits though they moved.
         """
-        if version == self._version:
+        if version == self._version and not self.server_has_failed:
             return
+        if self.server_has_failed:
+            self._has_base = False
         if self._version is None and self.run.runs_vllm:
             self._probe(actor)
         while self._write(self._send(actor, version)):
             self._probe(actor)
-        self._version = version
+        self._version, self._actor = version, actor
+        self.server_has_failed = False
 
     def _write(self, receipts: Iterable[tuple[int, Any]]) -> bool:
-        """Write and check receipts; return whether a server was started again."""
+        """Write and check receipts; return whether a server was started again, or has failed."""
         restarted = False
+        is_new = not self.server_has_failed  # else others may get the same weights once more
         for replica, receipt in receipts:
             self.write_receipt({"replica": replica, **receipt})
-            if self.moved and self._version is not None and receipt["changed"] == 0:
+            if self.moved and is_new and self._version is not None and receipt["changed"] == 0:
                 raise ValueError(
                     f"weights of version {receipt['version']} are those of version "
                     f"{self._version}, bit by bit, though they were trained: {receipt['first']} "
@@ -143,19 +154,21 @@ class RolloutGroup:
         reports = [reply.report for reply in replies if reply.report]  # of leaders with servers
         return [(n, receipt) for n, report in enumerate(reports) for receipt in report]
 
-    def write_receipts(self, actor: ActorGroup) -> None:
-        """Write the receipts of servers started again since the last update; probe these."""
-        if self.run.runs_vllm:
-            reports = self.group.call(RolloutRole.take_receipts).result()
-            if self._write((n, receipt) for n, report in enumerate(reports) for receipt in report):
-                self._probe(actor)
-
     def generate(
         self, prompts: Prompts, seed: int, sampling: Sampling = Sampling.TRAINING
     ) -> Pending:
-        """Submit a response to each prompt. Rows: Rollouts. Reports: GenerateReport."""
+        """Submit a response to each prompt. Rows: Rollouts. Reports: GenerateReport.
+
+        Waits for servers: after a failure they get the weights again, and the prompts.
+        """
         parts = Sharded(prompts.split(self.group.layout.dp))
-        return self.group.call(RolloutRole.generate, parts, seed, sampling)
+        call = self.group.call(RolloutRole.generate, parts, seed, sampling)
+        while self.run.runs_vllm and None in call.result():
+            assert self._actor is not None and self._version is not None, "weights come first"
+            self.server_has_failed = True
+            self.update_weights(self._actor, self._version)
+            call = self.group.call(RolloutRole.generate, parts, seed, sampling)
+        return call
 
     def add(self, prompts: Prompts, seed: int, sampling: Sampling = Sampling.TRAINING) -> Pending:
         """Submit prompts to the replicas' queues. No rows, no report."""
@@ -186,9 +199,12 @@ class RolloutGroup:
     def advance(self, steps: int | None) -> Pending:
         """Submit a slice of `steps` decode steps; None = until nothing is left.
 
-        Reports: SliceReport per replica.
+        Reports: SliceReport per replica; waiting for them sets `server_has_failed`.
         """
-        return self.group.call(RolloutRole.advance, steps)
+        return self.group.call(RolloutRole.advance, steps).require(self._note_failures)
+
+    def _note_failures(self, reports: list[SliceReport]) -> None:
+        self.server_has_failed |= any(report.server_has_failed for report in reports)
 
     def take(self, sample_ids: Sequence[int], sampling: Sampling = Sampling.TRAINING) -> Pending:
         """Ask for ended samples. Rows: Rollouts, in this order. Reports: GenerateReport.
@@ -294,10 +310,6 @@ class RolloutRole:
         self.sync_s += time.monotonic() - started
         return RoleOutput(report=self.replica.take_receipts())
 
-    def take_receipts(self) -> RoleOutput:
-        """Report: receipts of servers since the last update."""
-        return RoleOutput(report=self.replica.take_receipts())
-
     def score(self, rows: Rollouts) -> RoleOutput:
         """Score the responses at temperature 1. Report: log-probs, one list for each row."""
         prompts = [np.asarray(tokens) for tokens in rows.prompt_tokens()]
@@ -338,6 +350,9 @@ class RolloutRole:
         Prompts may bring fixed responses (all or none); the engine adds log-probs. The engine stays
         awake afterwards, until training needs the device. A scorer starts to score responses as
         they finish. The seed and the sample ids determine every sampled token.
+
+        After a failure of the server there are no rows and no report; a conversation that an agent
+        leads raises EngineLost then.
         """
         settings = self.settings[sampling]
         requests = make_requests(prompts, settings, seed)
@@ -355,8 +370,10 @@ class RolloutRole:
                 results = engine.generate(requests)
             if self.scorer is not None:
                 results = self.scorer.follow(prompts, results)
-            output = self._make_output(prompts, list(results), stats or engine.stats())
-        return output
+            responses = list(results)
+            if self.replica.server_has_failed():
+                return RoleOutput()
+            return self._make_output(prompts, responses, stats or engine.stats())
 
     def _make_output(
         self, prompts: Prompts, results: Sequence[GenerationResult], stats: GenerationStats
@@ -428,7 +445,11 @@ class RolloutRole:
             return RoleOutput()
         ended.sort(key=lambda sample: sample.order)
         return RoleOutput(
-            report=SliceReport(list(map(_name_ended, ended)), self.samples.num_unfinished)
+            report=SliceReport(
+                list(map(_name_ended, ended)),
+                self.samples.num_unfinished,
+                self.replica.server_has_failed(),
+            )
         )
 
     def _answer_fixed(

@@ -28,6 +28,7 @@ from mindspeed_rlxf.rollout.generation import (
     broadcast_from_first,
     cache_shape,
 )
+from mindspeed_rlxf.rollout.kv_cache import KeptRow
 from mindspeed_rlxf.rollout.rollout_engine import (
     GenerationRequest,
     GenerationResult,
@@ -64,6 +65,7 @@ class NativeRollout:
         self._stats = GenerationStats()
         self._generation: Generation | None = None  # None = nothing has begun
         self._added: list[GenerationRequest] = []  # not given to the generation yet
+        self._kept_rows: dict[int, KeptRow] = {}  # of these weights, for turns that follow
         self._version: int | None = None  # None = no weights, or only some were replaced
         self._awake = False
         self._device = next(source.module.parameters()).device
@@ -73,6 +75,7 @@ class NativeRollout:
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights; after an error the engine has no version and cannot generate."""
         self._version = None
+        self._kept_rows.clear()
         self.source.load(tensors)
         self._version = version
 
@@ -94,6 +97,7 @@ class NativeRollout:
     def sleep(self) -> None:
         """Free the source's copies."""
         self._awake = False
+        self._kept_rows.clear()
         self.source.sleep()
 
     @contextlib.contextmanager
@@ -155,7 +159,12 @@ class NativeRollout:
         if self._generation is None:
             limits = self._choose_limits(self._added)
             self._generation = Generation(
-                self.model, self.weights_version, self.source.expert_sync, limits, self.steps
+                self.model,
+                self.weights_version,
+                self.source.expert_sync,
+                limits,
+                self.steps,
+                self._kept_rows,
             )
         self._generation.add(self._added)
         self._added = []
@@ -165,6 +174,7 @@ class NativeRollout:
         begun = self._generation.withdraw() if self._generation is not None else []
         requests = begun + self._added
         self._added, self._generation = [], None
+        self._kept_rows.clear()
         return requests
 
     def _serve_other_ranks(self) -> None:

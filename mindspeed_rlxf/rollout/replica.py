@@ -53,6 +53,7 @@ class Replica:
         make_room: Returns a context manager in which the training engines leave the device, for an
             engine with its own weights; by default it does nothing.
         take_receipts: Returns the receipts of syncs since the last call; [] for engines in process.
+        server_has_failed: Whether the engine's server has, on leaders, and new weights start one.
         agreement: With the other ranks, in runs with agents.
     """
 
@@ -61,6 +62,7 @@ class Replica:
     is_leader: bool
     make_room: Callable[[], AbstractContextManager[None]] = nullcontext
     take_receipts: Callable[[], list[Any]] = list
+    server_has_failed: Callable[[], bool] = bool
     agreement: Agreement = field(default_factory=Agreement)
 
 
@@ -137,7 +139,7 @@ def _build_engine(config: RunConfig, trained: TrainEngine | None, folder: str) -
         group = worlds.weights_group()
         assert group is not None, "a rollout with weights of its own needs ranks of its own"
         sizes = config.rollout_tp, dtype, seed, config.rollout_ep
-        source = OwnWeights(actor.architecture, *sizes, actor.lora, actor.fp32_head)
+        source = OwnWeights(actor.architecture, *sizes, actor.lora, actor.has_fp32_logits)
         stream = partial(_receive, config, dtype, group)
     memory_gib = config.device.memory_gib
     memory = int(memory_gib * 2**30) if memory_gib else None
@@ -180,7 +182,7 @@ def build_native_alone(actor: ActorConfig, seed: int) -> NativeRollout:
     megatron_versions.apply_patches()
     dtype = torch.bfloat16 if actor.bf16 else torch.float32
     weights = OwnWeights(
-        actor.architecture, 1, dtype, seed, lora=actor.lora, fp32_head=actor.fp32_head
+        actor.architecture, 1, dtype, seed, lora=actor.lora, fp32_head=actor.has_fp32_logits
     )
     return NativeRollout(weights, actor.num_samples_per_step)
 
@@ -205,11 +207,12 @@ def _build_vllm(config: RunConfig, trained: TrainEngine | None, folder: str) -> 
         dtype = torch.bfloat16 if actor.bf16 else torch.float32
         stream = partial(_receive, config, dtype, group)
     return Replica(
-        WholeResponses(engine),
+        engine,
         lambda version, base: engine.update_weights(stream(base), version),
         engine.is_leader,
         offload.room_for_other_processes,
         engine.take_receipts,
+        lambda: engine.has_failed,
     )
 
 

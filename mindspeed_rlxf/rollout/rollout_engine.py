@@ -23,6 +23,10 @@ from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.rollout.sampling import SamplingSettings
 
 
+class EngineLost(RuntimeError):
+    """An engine's server has failed, and no other takes its place; the same command goes on."""
+
+
 class FinishReason(str, Enum):
     """Why a response ended."""
 
@@ -67,6 +71,8 @@ class GenerationRequest:
         turn_start: Tokens of the response before the turn that is sampled, where an agent leads a
             conversation; they are in `begun`, or at the end of `prompt`. Stop strings and
             `min_new_tokens` see the turn alone, random numbers and `max_new_tokens` the response.
+        is_turn: Whether the result may be followed by a request with more tokens behind it, for
+            which an engine may keep what it has computed.
     """
 
     place: int
@@ -76,6 +82,7 @@ class GenerationRequest:
     seed: int
     begun: Begun | None = None
     turn_start: int = 0
+    is_turn: bool = False
 
 
 @dataclass(frozen=True)

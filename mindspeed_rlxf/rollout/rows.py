@@ -47,6 +47,17 @@ class GrowingSample:
         self.log_probs: list[float] = list(self._begun.log_probs)
 
     @property
+    def num_drawn(self) -> int:
+        """Number of copied tokens behind the request's part."""
+        return len(self.tokens) - len(self._begun.tokens)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the copied tokens are a whole response, or a whole turn."""
+        is_longest = len(self.tokens) >= self.settings.max_new_tokens
+        return is_longest or self.settings.ends_with(self.tokens[self.turn_start :])
+
+    @property
     def prefill_ids(self) -> np.ndarray:
         """Input for a prefill: the prompt, then the copied response; [tokens] int64."""
         return np.concatenate((self.request.prompt, np.asarray(self.tokens, dtype=np.int64)))
@@ -76,8 +87,7 @@ class GrowingSample:
         return replace(self.request, begun=begun)
 
     def _versions(self, weights_version: int) -> list[int]:
-        num_new = len(self.tokens) - len(self._begun.tokens)
-        return self._begun.versions + [weights_version] * num_new
+        return self._begun.versions + [weights_version] * self.num_drawn
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class SharedWeights:
         self.groups = ParallelGroups(engine.groups.tp.size(), 1, seed, ep=experts.size())
         architecture, lora = engine.role.architecture, engine.lora
         self.module, self.expert_sync = build_rollout_module(
-            architecture, self.groups, engine.dtype, lora, engine.role.fp32_head
+            architecture, self.groups, engine.dtype, lora, engine.role.has_fp32_logits
         )
         self._table = rollout_parameters(architecture, lora, experts.rank(), experts.size())
         self._parameters = dict(self.module.named_parameters())

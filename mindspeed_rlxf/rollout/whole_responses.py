@@ -1,4 +1,4 @@
-"""Adapter for engines that only generate whole responses: vLLM, transformers, plugins."""
+"""Adapter for engines that only generate whole responses: transformers, plugins."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace

@@ -103,7 +103,8 @@ class PpoTrainer:
 
         With a lead of 1 an iteration's samples were generated beside the updates before, and those
         of the next are generated beside its own, with the weights before them. Its own are missing
-        only at the start, and after a resume without what was generated ahead.
+        only at the start, after a resume without what was generated ahead, and after a failure of a
+        rollout server: the next weights that are sent start another.
 
         Raises Stopped or StoppedByRule, after saving, when the run has to end earlier; WorkerError,
         RuntimeTimeout, RewardsFailed and StaleSamples, without saving.
@@ -118,7 +119,8 @@ class PpoTrainer:
             version = self.config.count_updates(self.iteration - 1)
             self.rollout.update_weights(self.actor, version)
             batches_left = self.config.training.train_iters - self.iteration + 1
-            self.samples.generate(batches_left)
+            while not self.samples.generate(batches_left):
+                self.rollout.update_weights(self.actor, version)
             samples = self.samples.next_samples()
             leads = self.config.lead > 0 and batches_left > 1
             if leads and not self._overlaps:  # these ranks train next, and change the weights

@@ -154,7 +154,6 @@ def training(
             trainer.load_state_dict(state["trainer"])
             stop.iteration = stop.saved = trainer.iteration
         yield trainer
-        roles.rollout.write_receipts(roles.actor)
         with phase("exporting the final weights"):
             checkpoints.export_weights()
 

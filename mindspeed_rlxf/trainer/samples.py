@@ -206,6 +206,8 @@ class SampleStream:
         self.batch_size = config.training.global_batch_size
         self.staleness = config.rollout.max_staleness
         self.in_slices = config.rollout.runs_slices
+        # A failed server leaves responses unfinished, even where a slice has no end.
+        self._reads_slices = self.in_slices or config.runs_vllm
         most = self.algorithm.max_num_gen_batches
         self.stream = GroupStream(
             self.batch_size,
@@ -222,11 +224,12 @@ class SampleStream:
         self._slice: Pending | None = None  # the last one
         self.ended = time.time()  # end of the last slice, epoch seconds
 
-    def generate(self, batches_left: int) -> None:
+    def generate(self, batches_left: int) -> bool:
         """Run slices until the next batch is complete; `batches_left` are still to be trained.
 
-        Does nothing if it is complete. Waits for each slice, but with staleness 0 for nothing
-        except scores with `filter_groups`.
+        Does nothing if it is complete. Waits for each slice, but with staleness 0, without servers,
+        for nothing except scores with `filter_groups`. Returns False if a server has failed: then
+        the rest is asked for in the next call, after the weights are sent again.
         """
         steps = self.config.rollout.slice_steps if self.in_slices else None
         self._draw(batches_left)
@@ -235,11 +238,14 @@ class SampleStream:
             self._slice = self._note(self.rollout.advance(steps))
             self._note_slice(self._slice)
             has_run = True
+            if self.rollout.server_has_failed:
+                break
             if self.stream.find_batch() is None:
                 self._draw(batches_left)
-        if self.staleness and has_run:
+        if has_run and (self.staleness or self.rollout.server_has_failed):
             self._note(self.rollout.withdraw())
         self.ended = time.time()
+        return not self.rollout.server_has_failed
 
     def next_samples(self) -> Samples:
         """Take the next batch, which is complete, and start to score it if that has not begun.
@@ -315,7 +321,7 @@ class SampleStream:
 
     def _note_slice(self, call: Pending) -> None:
         """Note what a slice has ended; with `filter_groups` also whose scores are equal."""
-        ended = self._note_ended(call) if self.in_slices else self._end_everything()
+        ended = self._note_ended(call) if self._reads_slices else self._end_everything()
         if not self.algorithm.filter_groups:
             return
         due, self._due = (self._due, ended) if self.staleness else (ended, [])

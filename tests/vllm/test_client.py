@@ -26,12 +26,16 @@ from mindspeed_rlxf.rollout import transfer
 from mindspeed_rlxf.rollout.bit_sums import bit_sum
 from mindspeed_rlxf.rollout.receipts import SyncError
 from mindspeed_rlxf.rollout.replica import build_replica
-from mindspeed_rlxf.rollout.rollout_engine import Begun, FinishReason, GenerationRequest
+from mindspeed_rlxf.rollout.rollout_engine import (
+    Begun,
+    EngineLost,
+    FinishReason,
+    GenerationRequest,
+)
 from mindspeed_rlxf.rollout.sampling import SamplingSettings, StopStrings
 from mindspeed_rlxf.rollout.vllm import engine as engine_module, server, weights
 from mindspeed_rlxf.rollout.vllm.client import Client
-from mindspeed_rlxf.rollout.vllm.engine import EngineLost, VllmRollout
-from mindspeed_rlxf.rollout.whole_responses import WholeResponses
+from mindspeed_rlxf.rollout.vllm.engine import VllmRollout
 from tests.distributed.llamas import PLAIN, run_config
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
@@ -85,10 +89,30 @@ def adapters(seed: int) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
+def requests(count: int, settings: SamplingSettings = SETTINGS) -> list[GenerationRequest]:
+    return [GenerationRequest(i, 50 + i, np.array([i, 9]), settings, 7) for i in range(count)]
+
+
 def ask(engine: VllmRollout, count: int = 12, settings: SamplingSettings = SETTINGS) -> list[Any]:
-    requests = [GenerationRequest(i, 50 + i, np.array([i, 9]), settings, 7) for i in range(count)]
     engine.wake()
-    return sorted(engine.generate(requests), key=lambda result: result.place)
+    results = engine.generate(requests(count, settings))
+    return sorted(results, key=lambda result: result.place)
+
+
+def ask_with_updates(engine: VllmRollout, sent: list[Any], version: int) -> list[Any]:
+    """Ask as the driver does: after a failure the weights come again, and the rest is asked for."""
+    engine.add(requests(12))
+    engine.wake()
+    results = [*engine.advance(None)]
+    while engine.has_failed:
+        left = engine.withdraw()
+        assert len(left) == 12 - len(results) > 0
+        engine.update_weights(sent, version)
+        engine.add(left)
+        engine.wake()
+        results += engine.advance(None)
+    assert engine.withdraw() == []
+    return sorted(results, key=lambda result: result.place)
 
 
 def expected(place: int) -> list[int]:
@@ -134,7 +158,7 @@ def test_adapters_are_sent_alone_after_their_base(make: Make, fault: str) -> Non
     for version in (1, 2):
         engine.update_weights(adapters(version), version)
         loaded.append(engine.client.adapter)
-        results = ask(engine)
+        results = ask_with_updates(engine, [*tensors(), *adapters(version)], version)
         assert [result.tokens for result in results] == [expected(i) for i in range(12)]
         assert {result.weights_version for result in results} == {version}
     assert engine.score([np.array([8, 9])], [[5, 6]]) == [[-5 / 8, -6 / 8]]
@@ -199,13 +223,57 @@ def test_a_turn_is_asked_for_behind_its_conversation(make: Make) -> None:
     settings = SamplingSettings(True, 1.0, 0, 1.0, 0, 6, (), stop)
     earlier = Begun([4, 7], [-0.5, -0.25], [0, 0])
     first = GenerationRequest(0, 50, np.array([5, 9]), settings, 7)
-    rollout = WholeResponses(engine)
-    rollout.add([replace(first, begun=earlier, turn_start=2), replace(first, place=1)])
-    turn, whole = sorted(rollout.advance(None), key=lambda result: result.place)
+    engine.add([replace(first, begun=earlier, turn_start=2), replace(first, place=1)])
+    turn, whole = sorted(engine.advance(None), key=lambda result: result.place)
     assert turn.tokens == [4, 7, 8, 9, 3, 4] and whole.tokens == [8, 9, 3, 4, 5, 6]
     assert turn.log_probs == [-0.5, -0.25, *(-token / 8 for token in (8, 9, 3, 4))]
     assert turn.token_versions == [0, 0, 1, 1, 1, 1] and turn.finish_reason is FinishReason.LENGTH
     assert len({seed for seed in seeds if seed is not None}) == 2
+
+
+def test_a_response_goes_on_in_the_next_slice(make: Make) -> None:
+    """The stand-in begins its tokens anew in each request."""
+    engine = make()
+    engine.update_weights(tensors(), 1)
+    engine.wake()
+    asked: list[Any] = []
+    ask_server = engine.client._ask
+
+    def noted(route: str, body: Any, timeout_s: float) -> Any:
+        if "sampling_params" in body:
+            asked.append(body)
+        return ask_server(route, body, timeout_s)
+
+    engine.client._ask = noted  # type: ignore[method-assign]
+    settings = SamplingSettings(True, 1.0, 0, 1.0, 3, 5, (3,))
+    engine.add([GenerationRequest(0, 50, np.array([2, 9]), settings, 7)])
+    assert list(engine.advance(2)) == []
+    engine.update_weights(tensors(1), 2)
+    asked.clear()
+    assert list(engine.advance(2)) == [] and engine.stats().sampled_tokens == 2
+    (begun,) = engine.withdraw()
+    engine.add([begun])
+    (result,) = engine.advance(2)
+    assert result.tokens == [5, 6, 5, 6, 5] and result.token_versions == [1, 1, 2, 2, 2]
+    assert result.log_probs == [-token / 8 for token in result.tokens]
+    assert engine.stats().prompt_tokens == 2 + 4 and engine.withdraw() == []
+    second, last = (body["sampling_params"] for body in asked)
+    assert [body["token_ids"] for body in asked] == [[2, 9, 5, 6], [2, 9, 5, 6, 5, 6]]
+    assert (second["max_tokens"], second["min_tokens"]) == (2, 1)
+    assert (last["max_tokens"], last["min_tokens"]) == (1, 0)
+    assert second["seed"] != last["seed"]
+
+
+def test_a_stop_string_is_found_across_slices(make: Make) -> None:
+    engine = make()
+    engine.update_weights(tensors(), 1)
+    engine.wake()
+    stop = StopStrings(("gf",), Letters())  # tokens 6 and 5
+    settings = SamplingSettings(True, 1.0, 0, 1.0, 0, 6, (), stop)
+    engine.add([GenerationRequest(0, 50, np.array([2, 9]), settings, 7)])
+    assert list(engine.advance(2)) == []
+    (result,) = engine.advance(2)
+    assert result.tokens == [5, 6, 5] and result.finish_reason is FinishReason.STOP
 
 
 FAULTS = {
@@ -252,10 +320,11 @@ def test_weights_that_did_not_change_are_counted(make: Make) -> None:
 def test_requests_go_to_a_new_server_after_a_failure(make: Make, fault: str, capfd: Any) -> None:
     engine = make(fault, timeout_s=25.0)  # hangs after 2.5 s without a token
     engine.update_weights(tensors(), 3)
-    results = ask(engine)
+    results = ask_with_updates(engine, tensors(1), 4)
     assert [result.tokens for result in results] == [expected(i) for i in range(12)]
-    assert {result.weights_version for result in results} == {3}
-    assert [receipt["restarted"] for receipt in engine.take_receipts()] == [False, True]
+    assert {result.weights_version for result in results} == {3, 4}
+    first, second = engine.take_receipts()
+    assert not first["restarted"] and second["restarted"] and second["changed"] is None
     text = capfd.readouterr().err
     assert "the vLLM server failed" in text and "start 1:" in text
     assert Path(os.environ["STARTS"]).read_text() == "2"
@@ -272,7 +341,7 @@ def test_after_two_failures_the_engine_is_lost(make: Make) -> None:
     engine = make("again dies")
     engine.update_weights(tensors(), 3)
     with pytest.raises(EngineLost, match=r"(?s)failed: .*last lines of .*start 2:"):
-        ask(engine)
+        ask_with_updates(engine, tensors(), 3)
     engine.on_cpu = False
     engine.sleep()  # on devices, a role's last step: the error must remain
     engine = make()
@@ -281,17 +350,21 @@ def test_after_two_failures_the_engine_is_lost(make: Make) -> None:
     engine.on_cpu = False
     engine.sleep()
     engine = make("never ready")
+    engine.update_weights(tensors(), 4)
+    (receipt,) = engine.take_receipts()
+    assert engine.has_failed and receipt["restarted"], "the driver sends the weights again"
     with pytest.raises(EngineLost, match=r"(?s)ended at its start with status 1.*no such model"):
         engine.update_weights(tensors(), 4)
 
 
 def test_failures_of_earlier_iterations_do_not_count(make: Make) -> None:
-    """On devices of its own no sleep tells the server that an iteration ends."""
     engine = make("again dies")  # at each server's fifth request
     engine.max_rows = 1
     for version in (1, 2):
         engine.update_weights(tensors(version), version)
-        assert len(ask(engine, 5)) == 5
+        assert len(ask(engine, 5)) < 5
+        engine.update_weights(tensors(version), version)
+        assert len(ask(engine, 1)) == 1
 
 
 REFUSALS = {
@@ -315,6 +388,7 @@ def test_an_error_after_a_start_is_no_refusal(make: Make) -> None:
     engine.update_weights(tensors(), 4)
     os.environ["FAULT"] = "refuses ValueError: other processes have the memory"
     engine.server.end()
+    engine.update_weights(tensors(), 5)
     with pytest.raises(EngineLost, match="other processes have the memory"):
         engine.update_weights(tensors(), 5)
 
@@ -323,8 +397,7 @@ def test_the_iterator_may_be_closed_early(make: Make) -> None:
     engine = make()
     engine.update_weights(tensors(), 3)
     engine.wake()
-    requests = [GenerationRequest(i, i, np.array([i]), SETTINGS, 7) for i in range(9)]
-    results = engine.generate(requests)
+    results = engine.generate(requests(9))
     next(results)
     results.close()
     assert engine.server.process.poll() is None
@@ -433,24 +506,51 @@ def test_servers_start_on_devices_that_training_has_left(make: Make) -> None:
     engine = make(make_room=make_room)
     assert (began, asleep) == ([1], [True])
     engine.server.end()
-    engine.update_weights(tensors(), 1)  # starts another, which has no weights
-    assert sum(began) == 2 and asleep[-1]
-    with pytest.raises(EngineLost):
-        engine.wake()
-    (receipt,) = engine.take_receipts()
-    assert receipt["restarted"]
+    engine.update_weights(tensors(), 1)  # fails
+    assert sum(began) == 1 and engine.has_failed
     engine.update_weights(tensors(), 1)
+    assert sum(began) == 2 and asleep[-1] and not engine.has_failed
+    assert [receipt["restarted"] for receipt in engine.take_receipts()] == [True, True]
     assert ask(engine, 1)[0].tokens == expected(0)
 
 
 @pytest.mark.usefixtures("on_cuda")
-def test_a_server_on_a_device_that_fails_amid_generation_is_lost(make: Make) -> None:
-    """Nobody keeps its weights: the host's memory has room for few models."""
+def test_a_server_on_a_device_that_fails_amid_generation_starts_with_the_next_weights(
+    make: Make,
+) -> None:
     engine = make("dies")
     engine.update_weights(tensors(), 1)
-    with pytest.raises(EngineLost):
-        ask(engine)
-    assert Path(os.environ["STARTS"]).read_text() == "1" and engine.memory.num_bytes == 0
+    results = ask_with_updates(engine, tensors(), 1)
+    assert [result.tokens for result in results] == [expected(i) for i in range(12)]
+    assert Path(os.environ["STARTS"]).read_text() == "2"
+
+
+def test_the_ranks_of_a_replica_agree_on_what_a_failed_server_left(
+    make: Make, monkeypatch: Any
+) -> None:
+    engine = make("dies")
+    engine.update_weights(tensors(), 1)
+    shared: list[Any] = []
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda values, *_: shared.append(values[0]))
+    answered = {result.place for result in ask(engine)}
+    assert [{*places} for places in shared] == [answered] and 0 < len(answered) < 12
+    monkeypatch.setattr(
+        dist, "broadcast_object_list", lambda values, *_: values.__setitem__(0, shared[0])
+    )
+    engine.is_leader = False
+    engine.add(requests(12))
+    assert {result.place for result in engine.advance(2)} == answered
+    assert {left.place for left in engine.withdraw()} == {*range(12)} - answered
+    engine.is_leader = True
+
+
+def test_a_failure_amid_scoring_ends_the_run(make: Make) -> None:
+    engine = make()
+    engine.update_weights(tensors(), 1)
+    engine.wake()
+    engine.server.end()
+    with pytest.raises(EngineLost, match="the vLLM server failed"):
+        engine.score([np.array([8, 9])], [[5, 6]])
 
 
 def test_a_buffer_of_the_device_is_shared_once_an_update(

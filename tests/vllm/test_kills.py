@@ -23,6 +23,7 @@ AHEAD = {
     "actor_rollout__num_gpus_for_train": 1, "actor_rollout__num_gpus_for_infer": 1,
     "rollout__max_staleness": 1,
 }  # fmt: skip
+PARTS = {**AHEAD, "rollout__max_staleness": 2, "rollout__slice_steps": 2}
 
 
 def find(run: int, word: str) -> list[psutil.Process]:
@@ -70,6 +71,7 @@ def left_behind(folder: Path, before: set[str]) -> list[str]:
         pytest.param(["worker"] * KILLS, {}, id="worker"),
         pytest.param(["driver"] * KILLS, {}, id="driver"),
         pytest.param(["server", "worker", "trainer", "driver"], AHEAD, id="generation ahead"),
+        pytest.param(["server", "worker", "trainer", "driver"], PARTS, id="parts of responses"),
     ],
 )
 def test_a_run_goes_on_after_kills(
@@ -105,7 +107,10 @@ def test_a_run_goes_on_after_kills(
     assert [line["iteration"] for line in lines] == list(range(1, ITERATIONS + 1))
     restarts = [line for line in read_lines(out / "sync.jsonl") if line["restarted"]]
     assert bool(restarts) == ("server" in targets)
-    ids = [sample["sample_id"] for sample in read_lines(out / "samples.jsonl")]
+    samples = read_lines(out / "samples.jsonl")
+    mixed = [s for s in samples if s["weights_version"][0] < s["weights_version"][1]]
+    assert bool(mixed) == (placement is PARTS), "responses go on over a change of weights"
+    ids = [sample["sample_id"] for sample in samples]
     assert ids == list(range(32 * ITERATIONS)), "each sample is trained once, in order"
     deadline = time.monotonic() + 30
     while left_behind(scratch, before) and time.monotonic() < deadline:

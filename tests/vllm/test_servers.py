@@ -73,6 +73,19 @@ def test_log_probs_are_those_of_training(
     assert all(0 < line["metrics"]["rollout/log_prob_gap_max"] < 1e-4 for line in lines)
 
 
+def test_parts_of_responses_have_the_log_probs_of_training(
+    vllm_python: str, model: Path, tmp_path: Path
+) -> None:
+    """At a learning rate of 0 the weights of all parts are the same."""
+    parts = {"rollout__max_staleness": 2, "rollout__slice_steps": 2, "actor_rollout__lr": 0.0}
+    more = {"training__train_iters": 3, "runtime": "local", **parts}
+    run_python(*command(model, tmp_path / "run", **more, **served_by(vllm_python)))
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert all(0 < line["metrics"]["rollout/log_prob_gap_max"] < 1e-4 for line in lines)
+    samples = read_lines(tmp_path / "run" / "samples.jsonl")
+    assert any(s["weights_version"][0] < s["weights_version"][1] for s in samples)
+
+
 class Engines:
     """Starts engines in this process, and ends their servers."""
 
@@ -245,20 +258,29 @@ def test_a_stale_head_is_named(engines: Engines, tmp_path: Path, monkeypatch: An
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
-def test_a_server_is_replaced_amid_generation(engines: Engines, sign: int, capfd: Any) -> None:
+def test_a_new_server_answers_what_a_failed_one_left(
+    engines: Engines, sign: int, capfd: Any
+) -> None:
     engine = engines.start(timeout_s=60.0)  # hangs after 6 s without a token
     engine.update_weights(engines.tensors, 1)
     wanted = [result.tokens for result in responses(engine, requests(64))]
     found, first = list[Any](), engine.server
     engine.update_weights(engines.tensors, 2)
+    engine.add(requests(64))
     engine.wake()
-    for result in engine.generate(requests(64)):
+    for result in engine.advance(None):
         if len(found) == 5:
             group = [p for p in psutil.process_iter() if _in_group(p, first.process.pid)]
             assert len(group) >= 2
             for process in group:
                 process.send_signal(sign)
         found.append(result)
+    assert engine.has_failed and len(found) < 64
+    left = engine.withdraw()
+    engine.update_weights(engines.tensors, 2)
+    engine.add(left)
+    engine.wake()
+    found += engine.advance(None)
     assert engine.server is not first
     found.sort(key=lambda result: result.place)
     assert [result.tokens for result in found] == wanted

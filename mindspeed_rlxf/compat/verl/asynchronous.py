@@ -15,8 +15,8 @@ SHARE, PARTIAL = f"{FULLY}.staleness_threshold", f"{FULLY}.partial_rollout"
 UPDATES, FETCHED = f"{FULLY}.trigger_parameter_sync_step", f"{FULLY}.require_batches"
 MODE = "trainer.v1.trainer_mode"
 BYPASS = "algorithm.rollout_correction.bypass_mode"
-WHOLE_RESPONSES = ("vllm", "sglang", "trtllm", "hf", "transformers")
-"""Engines whose responses cannot pause for new weights; vllm stands for all servers."""
+WHOLE_RESPONSES = ("hf", "transformers")
+"""Engines whose responses cannot pause for new weights."""
 MODES = ("sync", "colocate_async", "separate_async")
 
 
@@ -110,5 +110,5 @@ def _largest_staleness(keys: Translation) -> tuple[int | None, str]:
     if keys.idle == "megatron":
         return 0, "with FSDP all devices train and generate in turn"
     if engine in WHOLE_RESPONSES:
-        return int(is_split), "vLLM and transformers answer with whole responses"
+        return int(is_split), "transformers answers with whole responses"
     return None, ""

@@ -199,8 +199,8 @@ def _trained(config: RunConfig, role: Role) -> int:
 def _served_on_one_host(config: RunConfig) -> int:
     """Return the bytes of weights that servers keep on the host with most of their devices.
 
-    On CPU the trainer keeps them for a server that starts anew, on devices they are the server's
-    while it sleeps, which it does not on devices of its own.
+    On CPU the trainer keeps them during an update, on devices they are the server's while it
+    sleeps, which it does not on devices of its own.
     """
     if not config.runs_vllm or (config.train_rollout_split and not on_cpu(config)):
         return 0

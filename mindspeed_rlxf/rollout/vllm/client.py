@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rlxf.rollout.receipts import SyncError
-from mindspeed_rlxf.rollout.rollout_engine import GenerationRequest, GenerationResult
+from mindspeed_rlxf.rollout.rollout_engine import GenerationRequest
 from mindspeed_rlxf.rollout.rows import GrowingSample
 
 GENERATE = "/inference/v1/generate"
@@ -77,24 +77,33 @@ class Client:
                 yield line
 
     def generate(
-        self, asked: GenerationRequest, on_part: Callable[[], None], version: int, timeout_s: float
-    ) -> GenerationResult:
-        """Stream one response; `on_part` is called, and may raise, whenever tokens arrive.
+        self,
+        asked: GenerationRequest,
+        on_part: Callable[[], None],
+        version: int,
+        most_tokens: int | None,
+        timeout_s: float,
+    ) -> GrowingSample:
+        """Stream one response to its end, or the next `most_tokens` of it.
 
-        Random numbers depend on seed, sample id and turn. Stop strings are searched here, because
-        the server has no tokenizer.
+        `on_part` is called, and may raise, whenever tokens arrive. Random numbers depend on seed,
+        sample id and the number of tokens before. Stop strings are searched here, because the
+        server has no tokenizer.
 
         Raises:
             SyncError: The response is from other weights than those of `version`.
             FloatingPointError: A log-prob is nan.
         """
         settings, sample = asked.settings, GrowingSample(asked)
-        stream = [asked.seed, asked.sample_id, *([asked.turn_start] if asked.turn_start else [])]
+        num_before = len(sample.tokens)
+        stream = [asked.seed, asked.sample_id, *([num_before] if num_before else [])]
         seed = np.random.SeedSequence(stream).generate_state(1, np.uint64)
+        num_left = settings.max_new_tokens - num_before
+        most = num_left if most_tokens is None else min(most_tokens, num_left)
+        least = settings.min_new_tokens - (num_before - sample.turn_start)
         sampling = {
-            "max_tokens": settings.max_new_tokens,
-            # of a turn there may be less left
-            "min_tokens": min(settings.min_new_tokens, settings.max_new_tokens),
+            "max_tokens": most,
+            "min_tokens": max(0, min(least, most)),
             "temperature": settings.temperature if settings.do_sample else 0.0,
             "top_k": settings.top_k or -1,
             "top_p": settings.top_p,
@@ -103,7 +112,8 @@ class Client:
             "stop_token_ids": list(settings.eos_token_ids),
             "logprobs": 0,  # of the sampled token alone
         }
-        with closing(self._ask(GENERATE, body(asked.prompt, sampling, True), timeout_s)) as lines:
+        asked_body = body(sample.prefill_ids, sampling, True)
+        with closing(self._ask(GENERATE, asked_body, timeout_s)) as lines:
             for line in lines:
                 if not line.startswith(b"data: {"):
                     continue
@@ -127,7 +137,7 @@ class Client:
         del sample.log_probs[len(sample.tokens) :]
         if NO_NUMBER in sample.log_probs:
             raise FloatingPointError("a log-prob is nan; look for nan in the weights")
-        return sample.make_result(version)
+        return sample
 
     def score(
         self, pair: tuple[np.ndarray, Sequence[int]], _: Any, timeout_s: float

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -26,6 +25,7 @@ from mindspeed_rlxf.models.hf_adapters import is_adapter
 from mindspeed_rlxf.rollout.bit_sums import bit_sum
 from mindspeed_rlxf.rollout.receipts import SyncError, compare_receipts, summary
 from mindspeed_rlxf.rollout.rollout_engine import (
+    EngineLost,
     FinishReason,
     GenerationRequest,
     GenerationResult,
@@ -42,18 +42,20 @@ from mindspeed_rlxf.rollout.vllm.server import (
 )
 from mindspeed_rlxf.rollout.vllm.weights import AdapterFolder, DeviceBuffer, SharedMemory
 
-MOST_FAILURES = 2  # of a server in an iteration
+MOST_FAILURES = 2  # of servers, until one has answered all that it was asked
 STALL = 0.1  # of `runtime.timeout_s` without any token: the server hangs
 MOST_ROWS = 256  # requests at once, where the configuration sets none; vLLM's default
 CANARY_TOKENS = 300  # more than one block of the prefix cache: 16, or 128 on CPU and NPU
 
 
-class EngineLost(RuntimeError):
-    """The server failed again and again; the same command continues the run."""
-
-
 class VllmRollout:
-    """One rank of a replica. Its leader owns the server; the others help to send weights."""
+    """One rank of a replica. Its leader owns the server; the others help to send weights.
+
+    After a failure there is no server until the next `update_weights`, which starts another.
+
+    Attributes:
+        has_failed: Whether the server has failed since the last update; on leaders.
+    """
 
     def __init__(
         self, config: RunConfig, folder: str = "", make_room: Callable[[], Any] = nullcontext
@@ -72,16 +74,19 @@ class VllmRollout:
         self.max_rows = config.rollout.vllm.max_num_seqs or actor.num_samples_per_step or MOST_ROWS
         self.timeout_s = config.runtime.timeout_s
         self.sums, self.receipts = dict[str, int](), list[Any]()
-        self.memory = SharedMemory()  # on CPU the weights of this version
         self.num_bytes = 0  # of what was sent for this version
         self.base_version = -1  # of the weights; adapters have `weights_version`
         self.adapters = AdapterFolder(actor.lora, actor.load or "")
         self._stats, self.weights_version = GenerationStats(), -1
-        self._failures, self._ready, self._must_check_cache = 0, False, False
+        self.has_failed = False
+        self._num_failures = 0  # since a server answered all that it was asked
+        self._is_ready = False
+        self._must_check_cache = False  # set by an update, cleared by the next wake
         self._has_started = False  # any server, which shows that its configuration is right
-        self._lacks_weights = False  # started anew on devices, and not updated since
         self._asleep = set[str]()
         self._num_adapters = 0  # loaded so far
+        self._queue: dict[int, GenerationRequest] = {}  # by place, in the order of `add`
+        self._num_added_tokens = 0  # of prompts and parts of responses, not in `stats` yet
         python, options = server_command(config, self.on_cpu, self.on_npu)
         environment = self._make_environment(kind)
         log = Path(folder) / f"vllm_{layout.dp_rank(rank):05d}.log"
@@ -132,7 +137,7 @@ class VllmRollout:
 
         Raises OptionsRefused if no server has started so far, because of its configuration.
         """
-        if not self._ready:
+        if not self._is_ready:
             try:
                 self.server.wait_until_ready(self.config.runtime.start_timeout_s)
             except ServerError as error:
@@ -140,16 +145,16 @@ class VllmRollout:
                 if not mistake:
                     raise
                 raise OptionsRefused(f"{mistake} ({self.server.log})") from error
-            self._ready = self._has_started = True
+            self._is_ready = self._has_started = True
         return self.server.client
 
     @torch.no_grad()
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Send the tensors and compare receipts; a server that fails meanwhile is replaced.
+        """Send the tensors and compare receipts; start a new server first if the last one failed.
 
-        With adapters the first call brings all weights; later ones may bring the adapters alone.
-
-        On devices the new server has no weights; its receipt asks for another update.
+        With adapters the first call brings all weights, and so does the one after a failure; others
+        may bring the adapters alone. A server that fails meanwhile waits for the next update, which
+        the receipt asks for.
 
         Raises:
             SyncError: The server has other weights, or others were sent than in the last update.
@@ -157,7 +162,6 @@ class VllmRollout:
             OptionsRefused: It does not start with this configuration.
             ValueError: vLLM cannot adapt a module.
         """
-        self._failures = 0  # an iteration begins; on devices of its own the server never sleeps
         started = time.monotonic()
         failure: ServerError | None = None
         stream = iter(tensors)
@@ -170,27 +174,36 @@ class VllmRollout:
         if with_base:
             self.base_version = version
             self.sums = {}
-            self.memory = SharedMemory()
-        if with_base and not self.on_cpu:
+        memory = SharedMemory()  # on CPU the weights of this version
+        restarts = self.has_failed
+        if with_base:
             with self._room():  # the server's weights come to the device
                 try:
-                    if self.is_leader:
+                    if restarts:
+                        self._start_again()
+                        before = {}, {}
+                    if self.is_leader and not self.on_cpu:
                         self._begin_update()
                 except ServerError as error:
                     failure = error
-        failure = self._send_buckets(chain([first], stream), failure)
+        failure = self._send_buckets(chain([first], stream), memory, failure)
         with self._room():
             if self.is_leader:
                 try:
                     if failure is not None:
                         raise failure
-                    self._finish_update(started, before, loads=self.on_cpu, with_base=with_base)
+                    sums = self._finish_update(before, memory, with_base)
+                    self._add_receipt(started, {**before[0], **before[1]}, sums, restarts)
                 except ServerError as error:
-                    self._replace_server(error, in_update=True)
+                    self._end_server(error)
+                    self._add_receipt(started, {}, self.sums | self.adapters.sums, True)
         device.release_cache()  # the buffer, which the server has closed
 
     def _send_buckets(
-        self, tensors: Iterable[tuple[str, Tensor]], failure: ServerError | None
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        memory: SharedMemory,
+        failure: ServerError | None,
     ) -> ServerError | None:
         """Send all tensors; return the server's failure, if it had one. A collective to the end.
 
@@ -207,7 +220,7 @@ class VllmRollout:
                 continue
             if buffer is None:
                 if self.is_leader:
-                    self.memory.keep(bucket)
+                    memory.keep(bucket)
                 continue
             try:
                 buffer.send(bucket, None if failure or not self.is_leader else self.client)
@@ -225,34 +238,29 @@ class VllmRollout:
 
     def _finish_update(
         self,
-        started: float,
-        before: tuple[Mapping[str, int], Mapping[str, int]] = ({}, {}),
-        loads: bool = True,
-        restarted: bool = False,
-        with_base: bool = True,
-    ) -> None:
-        """End an update, compare receipts, and add one: a line of sync.jsonl.
+        before: tuple[Mapping[str, int], Mapping[str, int]],
+        memory: SharedMemory,
+        with_base: bool,
+    ) -> dict[str, int]:
+        """End an update and compare receipts; return the sums of all that was sent.
 
         Args:
-            started: When it began, seconds.
             before: The sums of the update before, of weights and of adapters; {} = none.
-            loads: First send the weights from host memory.
-            restarted: Whether the server is a new one.
+            memory: On CPU, what the server loads now.
             with_base: Whether the update has weights, not adapters alone.
         """
         client = self.client
         if with_base:
-            if loads:
+            if self.on_cpu:
                 self._begin_update()
-                for places in self.memory.buckets:
-                    self.memory.load(places, client)
+                for places in memory.buckets:
+                    memory.load(places, client)
             client.call("/finish_weight_update", {"weight_version": str(self.base_version)})
         if not client.call("/reset_prefix_cache").get("success", True):
             raise SyncError("the server did not reset its prefix cache")
         if with_base:
             client.call("/resume")
         self._must_check_cache = True
-        self._lacks_weights &= not with_base
         known = before[0] or self.sums
         if with_base:
             self._compare("rlxf_receipt", known, self.sums, self.base_version)
@@ -261,8 +269,7 @@ class VllmRollout:
             self._load_adapter()
             sums = self.adapters.sums
             self._compare("rlxf_adapter", before[1] or sums, sums, self.weights_version)
-        sent = {**(self.sums if with_base else {}), **self.adapters.sums}
-        self._add_receipt(started, {**before[0], **before[1]}, sent, restarted)
+        return {**(self.sums if with_base else {}), **self.adapters.sums}
 
     def _add_receipt(
         self,
@@ -311,18 +318,17 @@ class VllmRollout:
     def wake(self) -> None:
         """Bring the server's weights and cache to the device; check the cache after an update.
 
-        A collective: the replica's ranks must all have made room before.
+        A collective: the replica's ranks must all have made room before. Does nothing after a
+        failure.
 
         Raises:
             SyncError: The prefix cache still has a prompt from before the update, or the server
                 has lost weights in its sleep.
-            EngineLost: The server was started anew, and has no weights.
+            EngineLost: The server failed twice.
         """
         dist.barrier(self.group)
-        if not self.is_leader:
+        if not self.is_leader or self.has_failed:
             return
-        if self._lacks_weights:
-            raise EngineLost("the vLLM server failed in its last update; see its log")
         try:
             slept = "weights" in self._asleep
             self._wake("weights", "kv_cache")
@@ -338,14 +344,13 @@ class VllmRollout:
                     )
                 self._must_check_cache = False
         except ServerError as error:
-            self._replace_server(error)
+            self._end_server(error)
 
     def sleep(self) -> None:
         """Move the server's weights to the host and free its cache; on CPU it stays awake.
 
         A collective: no rank of the replica trains before the server has left its device.
         """
-        self._failures = 0  # an iteration ends
         if self.is_leader:
             self._put_to_sleep()
         dist.barrier(self.group)
@@ -360,27 +365,88 @@ class VllmRollout:
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
         """Generate as `RolloutEngine.generate` says; ranks beside the leader yield stand-ins.
 
+        After a failure of the server the other requests have no result.
+        """
+        assert not self._queue, "other requests are unfinished"
+        self.add(requests)
+        try:
+            yield from self.advance(None)
+        finally:
+            self.withdraw()
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """Append requests to the queue."""
+        for request in requests:
+            self._queue[request.place] = request
+            num_begun = len(request.begun.tokens) if request.begun is not None else 0
+            self._num_added_tokens += len(request.prompt) + num_begun
+
+    def withdraw(self) -> list[GenerationRequest]:
+        """Return the requests that have not ended, with what their responses have on the leader."""
+        requests = list(self._queue.values())
+        self._queue = {}
+        return requests
+
+    def advance(self, steps: int | None) -> Iterator[GenerationResult]:
+        """Have the server draw at most `steps` tokens of each response; see `StepwiseEngine`.
+
+        What a response has, and its prompt, go to the server again in each slice, whose prefix
+        cache knows them. After a failure of the server requests stay as they were.
+
         Raises:
-            EngineLost: The server failed twice since it slept last.
+            EngineLost: The server failed twice.
             SyncError: A response is from other weights.
             FloatingPointError: A log-prob is nan.
         """
-        self._stats, version = GenerationStats(), self.weights_version
-        ask = partial(Client.generate, version=self.base_version, timeout_s=self.timeout_s)
+        self._stats = GenerationStats(prompt_tokens=self._num_added_tokens)
+        self._num_added_tokens = 0
+        if not self.is_leader:
+            for place in self._share_ended([]):
+                del self._queue[place]
+                reason = FinishReason.LENGTH
+                yield GenerationResult(place, [0], [0.0], reason, self.weights_version)
+            return
+        ended: list[int] = []
         try:
-            if not self.is_leader:
-                for each in requests:
-                    yield GenerationResult(each.place, [0], [0.0], FinishReason.LENGTH, version)
-                return
-            for _, result in self._ask_all(requests, ask):
-                self._stats.sampled_tokens += len(result.tokens)
-                self._stats.decoded_tokens += len(result.tokens) - 1
-                yield replace(result, weights_version=version)
-            # Responses that a stop string ends do not name their version.
-            list(self._ask_all([self.base_version], Client.check_version))
-            self._stats.prompt_tokens = sum(len(request.prompt) for request in requests)
+            for result in self._ask_server(steps):
+                ended.append(result.place)
+                yield result
         finally:
-            dist.barrier(self.group)
+            self._share_ended(ended)
+
+    def _share_ended(self, places: list[int]) -> list[int]:
+        """Return the leader's places; a collective of the replica, which waits for the leader."""
+        shared = [places]
+        dist.broadcast_object_list(shared, dist.get_global_rank(self.group, 0), self.group)
+        return shared[0]
+
+    def _ask_server(self, steps: int | None) -> Iterator[GenerationResult]:
+        """Yield the responses that end, and keep what is drawn of others; less after a failure."""
+        if self.has_failed:
+            return
+        ask = partial(
+            Client.generate,
+            version=self.base_version,
+            most_tokens=steps,
+            timeout_s=self.timeout_s,
+        )
+        requests = list(self._queue.values())
+        try:
+            for _, sample in self._ask_all(requests, ask):
+                self._stats.sampled_tokens += sample.num_drawn
+                self._stats.decoded_tokens += sample.num_drawn - 1
+                place = sample.request.place
+                if sample.has_ended:
+                    del self._queue[place]
+                    yield sample.make_result(self.weights_version)
+                else:
+                    self._queue[place] = sample.make_request(self.weights_version)
+            # Responses that a stop string ends do not name their version.
+            self.client.check_version(self.base_version)
+        except (ServerError, TimeoutError) as error:
+            self._end_server(error)
+            return
+        self._num_failures = 0
 
     def score(
         self,
@@ -388,13 +454,19 @@ class VllmRollout:
         responses: Sequence[Sequence[int]],
         temperature: float = 1.0,
     ) -> list[list[float]]:
-        """Score as `RolloutEngine.score` says, at temperature 1; the server knows no other."""
+        """Score as `RolloutEngine.score` says, at temperature 1; the server knows no other.
+
+        Raises EngineLost if the server fails.
+        """
         assert temperature == 1.0, f"log-probs of prompts are at temperature 1, not {temperature:g}"
         self._stats = GenerationStats(prompt_tokens=sum(map(len, prompts)))
         found = {n: [0.0] * len(response) for n, response in enumerate(responses)}
         if self.is_leader:
             ask = partial(Client.score, timeout_s=self.timeout_s)
-            found.update(self._ask_all(list(zip(prompts, responses, strict=True)), ask))
+            try:
+                found.update(self._ask_all(list(zip(prompts, responses, strict=True)), ask))
+            except (ServerError, TimeoutError) as error:
+                self._end_server(error, most_failures=1)
         dist.barrier(self.group)
         return list(found.values())
 
@@ -403,36 +475,29 @@ class VllmRollout:
         return self._stats
 
     def _ask_all(self, items: Sequence[Any], ask: Callable[..., Any]) -> Iterator[tuple[int, Any]]:
-        """Yield (index, answer) as they come; after a failure ask a new server for the others."""
-        waiting = dict(enumerate(items))
-        while waiting:
-            try:
-                most, act = min(self.max_rows, len(waiting)), partial(ask, self.client)
-                for number, result in ask_all(waiting, act, most, STALL * self.timeout_s):
-                    del waiting[number]
-                    yield number, result
-            except (ServerError, TimeoutError) as error:
-                self._replace_server(error)
+        """Yield (index, answer) as they come."""
+        if items:
+            most = min(self.max_rows, len(items))
+            stall_s = STALL * self.timeout_s
+            yield from ask_all(dict(enumerate(items)), partial(ask, self.client), most, stall_s)
 
-    def _replace_server(self, error: Exception, in_update: bool = False) -> None:
-        """Start the server anew, on CPU with the current weights; it then sleeps on devices.
+    def _end_server(self, error: Exception, most_failures: int = MOST_FAILURES) -> None:
+        """End the server that has failed; the next update starts another.
 
-        On devices nobody keeps the weights, so outside an update such a failure is final there.
-        Raises EngineLost then, and after MOST_FAILURES.
+        Raises EngineLost after `most_failures`.
         """
         self.server.end()
-        lost = f"the vLLM server failed: {error}; {self.server.last_lines()}"
-        print(lost, file=sys.stderr, flush=True)
-        self._failures, self._ready, self._asleep = self._failures + 1, False, set()
-        if self._failures >= MOST_FAILURES or not (self.on_cpu or in_update):
-            raise EngineLost(lost) from error
-        self.server, started = self._launch(), time.monotonic()
-        try:
-            if self.on_cpu:
-                self._finish_update(started, restarted=True)
-                return
-            self.client.call("/sleep?level=1")
-            self._asleep, self._lacks_weights = {"weights", "kv_cache"}, True
-            self._add_receipt(started, {}, self.sums, restarted=True)
-        except ServerError as again:
-            self._replace_server(again, in_update)
+        message = f"the vLLM server failed: {error}; {self.server.last_lines()}"
+        print(message, file=sys.stderr, flush=True)
+        self.has_failed = True
+        self._num_failures += 1
+        if self._num_failures >= most_failures:
+            raise EngineLost(message) from error
+
+    def _start_again(self) -> None:
+        """Start another server, which has no weights; on devices it sleeps."""
+        self.server = self._launch()
+        self._is_ready = False
+        self._asleep = set()
+        self._put_to_sleep()
+        self.has_failed = False

@@ -31,8 +31,7 @@ Bucket: TypeAlias = list[tuple[str, Tensor]]
 class SharedMemory:
     """All weights in host memory, where a CPU server's workers read them.
 
-    They are in an anonymous file, which leaves nothing behind, whatever ends this process. They are
-    kept until the next update, for a server that is started anew.
+    They are in an anonymous file, which leaves nothing behind, whatever ends this process.
     """
 
     def __init__(self) -> None:

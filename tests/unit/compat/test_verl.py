@@ -495,7 +495,7 @@ CASES = {
     ),
     "fully asynchronous, with servers": (
         (*SPLIT, "async_training.staleness_threshold=1.5", f"{ROLLOUT}.name=vllm"),
-        {"rollout.max_staleness": 1, "rollout.engine": "vllm"},
+        {"rollout.max_staleness": 3, "rollout.engine": "vllm"},
     ),
     "synchronous, by the fully asynchronous trainer": (
         (*SPLIT, "async_training.staleness_threshold=0"), {"rollout.max_staleness": None},

@@ -23,6 +23,7 @@ from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.roles.rollout import RolloutRole, Sampling
 from mindspeed_rlxf.rollout import replica as replicas
 from mindspeed_rlxf.rollout.rollout_engine import (
+    EngineLost,
     FinishReason,
     GenerationRequest,
     GenerationResult,
@@ -71,10 +72,14 @@ class FailsForOdd:
 
 @pytest.fixture
 def make_role(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    def make(leads: Any, whole: Any = None, **keys: Any) -> RolloutRole:
+    def make(
+        leads: Any, whole: Any = None, has_failed: Callable[[], bool] = bool, **keys: Any
+    ) -> RolloutRole:
         native = engine(TinyModel(), 3, capacities=Capacities(8, LONGEST, 8))
         rollout = whole or native
-        replica = replicas.Replica(rollout, lambda *_: None, is_leader=True)
+        replica = replicas.Replica(
+            rollout, lambda *_: None, is_leader=True, server_has_failed=has_failed
+        )
         monkeypatch.setattr(replicas, "build_replica", lambda *_: replica)
         monkeypatch.setitem(AGENTS, "test", lambda: leads)
         return RolloutRole(config(leads is not None, **keys), [EOS])
@@ -192,6 +197,56 @@ def test_conversations_of_a_validation_are_led_in_one_call(make_role: Any) -> No
         prompts.select(repeated), SEED + 1, Sampling.VALIDATION
     )
     assert padded.rows.response_tokens() == once.rows.select(repeated).response_tokens()
+
+
+class OneToken:
+    """Each turn is the token 7. With `has_failed` it answers one request of a slice."""
+
+    weights_version = 0
+
+    def __init__(self) -> None:
+        self.has_failed = False
+        self.requests: list[GenerationRequest] = []
+
+    def wake(self) -> None: ...
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        self.requests += requests
+
+    def advance(self, _steps: int) -> Iterator[GenerationResult]:
+        while self.requests:
+            request = self.requests.pop(0)
+            tokens = [*(request.begun.tokens if request.begun else []), 7]
+            log_probs = [0.0] * len(tokens)
+            yield GenerationResult(request.place, tokens, log_probs, FinishReason.STOP, 0)
+            if self.has_failed:
+                return
+
+    def withdraw(self) -> list[GenerationRequest]:
+        requests, self.requests = self.requests, []
+        return requests
+
+    def stats(self) -> GenerationStats:
+        return GenerationStats()
+
+
+def test_conversations_go_on_after_a_failure_of_the_server(make_role: Any) -> None:
+    prompts = prompts_of(0, 1, 2)
+    flaky = OneToken()
+    role = make_role(Talk(), flaky, lambda: flaky.has_failed)
+    role.add(prompts, SEED)
+    role.advance(2)
+    flaky.has_failed = True
+    assert role.advance(2).report.server_has_failed
+    role.withdraw()
+    role.update_weights(0, with_base=True)
+    flaky.has_failed = False
+    run_slices(role, 2, most=80)
+    whole, _ = generate(make_role(Talk(), OneToken()), prompts)
+    same_rows(role.take(prompts.sample_ids).rows, whole.rows)
+    flaky.has_failed = True
+    with pytest.raises(EngineLost):
+        role.generate(prompts, SEED + 1, Sampling.VALIDATION)
 
 
 def test_a_conversation_goes_on_after_the_engine_has_left_the_device(make_role: Any) -> None:

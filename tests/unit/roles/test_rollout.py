@@ -15,6 +15,7 @@ from mindspeed_rlxf.config.schema import ActorConfig, RolloutConfig, ValidationC
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.roles import rollout as module
+from mindspeed_rlxf.roles.reports import SliceReport
 from mindspeed_rlxf.roles.rollout import (
     RolloutGroup,
     RolloutRole,
@@ -189,16 +190,12 @@ def test_replicas_are_counted_without_ranks_beside_leaders(monkeypatch: Any) -> 
     replies = [SimpleNamespace(report=report) for report in reports]
     made: Any = SimpleNamespace(replies=lambda: replies)
     monkeypatch.setattr(module, "submit_together", lambda *_: made)
-    part: Any = SimpleNamespace(prepare=lambda *_: None, call=lambda *_: pending)
-    late = {"version": 2, "changed": None, "restarted": True}
-    pending = SimpleNamespace(result=lambda: [[], [late]])
+    part: Any = SimpleNamespace(prepare=lambda *_: None)
     group = OneReplica()
     group.group, group.pool = part, part
     group.run = SimpleNamespace(train_rollout_split=None, runs_vllm=True)
     group.run.actor_rollout = SimpleNamespace(lora=LoraConfig())
     assert RolloutGroup._send(group, part, 1) == [(0, {"version": 1}), (1, {"version": 2})]
-    group.write_receipts(part)
-    assert group.lines == [{"replica": 1, **late}, "probe"]
 
 
 RESTARTED = 9  # tensors that changed in an update after which a restart is reported
@@ -211,6 +208,7 @@ class OneReplica(RolloutGroup):
         actor: Any = SimpleNamespace(bf16=False)
         self.run: Any = SimpleNamespace(runs_vllm=False, actor_rollout=actor)
         self._version, self.moved, self._has_base = None, False, False
+        self.server_has_failed = False
         self.lines: list[Any] = []
         self.write_receipt = self.lines.append
         self.changed = list(changed)
@@ -245,6 +243,47 @@ def test_a_server_that_was_started_again_is_probed_and_gets_the_weights_again() 
         group.update_weights(actor, version)
     found = [line if line == "probe" else line["version"] for line in group.lines]
     assert found == [0, 0, 1, "probe", 1, 2]  # the second 0: the receipt of the restart
+
+
+def test_a_failed_server_gets_the_weights_of_the_version_that_the_others_have() -> None:
+    actor: Any = None
+    group = OneReplica(None, 0)
+    group.moved = True
+    for _ in range(2):
+        group.update_weights(actor, 1)
+    group._note_failures([SliceReport([], 0), SliceReport([], 2, server_has_failed=True)])
+    for _ in range(2):
+        group.update_weights(actor, 1)
+    assert [line["version"] for line in group.lines] == [1, 1] and not group.server_has_failed
+
+
+def test_a_whole_call_that_a_failed_server_has_cut_short_is_repeated(monkeypatch: Any) -> None:
+    group = OneReplica(None, 3)
+    group.run.runs_vllm = True
+    group._version = 0
+    reports = iter([["a", None], ["a", "b"]])
+    called: list[Any] = []
+
+    def call(*arguments: Any) -> Any:
+        called.append(arguments)
+        report = next(reports)
+        return SimpleNamespace(result=lambda: report)
+
+    group.group = SimpleNamespace(call=call, layout=SimpleNamespace(dp=1))  # type: ignore[assignment]
+    group.update_weights(None, 1)  # type: ignore[arg-type]
+    group._actor = SimpleNamespace()  # type: ignore[assignment]
+    assert group.generate(PROMPTS, 5).result() == ["a", "b"]
+    assert len(called) == 2 and len(group.lines) == 2, "weights came between"
+
+
+def test_a_call_that_a_failed_server_has_cut_short_has_no_rows(monkeypatch: Any) -> None:
+    """But a slice tells what has ended; a conversation goes on (`test_conversations.py`)."""
+    role, _ = make(monkeypatch)
+    role.replica = replace(role.replica, server_has_failed=lambda: True)
+    assert role.generate(PROMPTS, 1).report is None
+    role.add(PROMPTS, 1)
+    report: Any = role.advance(None).report
+    assert report.server_has_failed and len(report.ended) == 3
 
 
 @pytest.mark.parametrize("gap", [0.009, 0.011, float("nan")])

@@ -45,6 +45,20 @@ def test_generation_runs_beside_the_updates() -> None:
     assert times["apart"] < 0.8 * times["in turn"]
 
 
+@pytest.mark.parametrize(("staleness", "lead"), [(0, 0), (1, 1)])
+@pytest.mark.parametrize("filters", [False, True])
+def test_what_a_failed_server_leaves_is_asked_for_after_the_weights(
+    staleness: int, lead: int, filters: bool
+) -> None:
+    """Each sample once, and in order, as `run_whole` checks."""
+    setting = Setting(
+        staleness, lead, filters=filters, slice_steps=100, warmup=2, failures=(1, 3, 4)
+    )
+    run = run_whole(setting)
+    assert run.rollout.num_slices >= setting.iterations + len(setting.failures)
+    assert run.consumed == run_whole(replace(setting, failures=())).consumed
+
+
 def reset_versions(run: VirtualRun) -> None:
     run.num_updates = 0
 

@@ -42,6 +42,8 @@ class Call:
 class Scripted:
     """A role whose methods note that they were called."""
 
+    server_has_failed = False
+
     def __init__(self, role: str, called: list[str]) -> None:
         self._role, self._called = role, called
         self._calls: list[Call] = []
@@ -63,6 +65,7 @@ def test_all_roles_have_work_before_the_driver_waits(limit):
         actor_rollout=SimpleNamespace(n_samples_per_prompt=1, max_new_tokens=8),
         training=SimpleNamespace(train_iters=1, seed=1, global_batch_size=1),
         rollout=RolloutConfig(),
+        runs_vllm=False,
         lead=0,
         train_rollout_split=(),
         validation=SimpleNamespace(before=False),

@@ -42,6 +42,7 @@ class Generation:
             actor_rollout=SimpleNamespace(n_samples_per_prompt=SIZE),
             training=SimpleNamespace(global_batch_size=prompts, seed=1),
             rollout=RolloutConfig(max_staleness=staleness, slice_steps=8),
+            runs_vllm=False,
             lead=lead,
         )
         self.scores = scores
