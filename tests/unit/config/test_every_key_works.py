@@ -403,7 +403,8 @@ TABLE: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "actor_rollout.offload": (OffloadConfig, OFFLOAD),
     "actor_rollout.lora": (LoraConfig, LORA_KEYS),
     **{role.value: (schema, {"actor_rollout": ACTOR_KEYS, "critic": CRITIC_KEYS,
-     "reward": REWARD_KEYS, "ref": POLICY_KEYS}[role.value]) for role, schema in ROLE_SECTIONS.items()},
+     "reward": REWARD_KEYS, "ref": POLICY_KEYS}[role.value])
+     for role, schema in ROLE_SECTIONS.items()},
 }  # fmt: skip
 NOT_LEAVES = {"kl_ctrl", "architecture", "sandbox", "offload", "vllm", "lora"}
 
