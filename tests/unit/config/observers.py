@@ -274,7 +274,7 @@ def validated(config: RunConfig) -> list[Any]:
         trainer.fit()
     trainer.stop.is_due.return_value = trainer.stop.agree.return_value = False
     trainer.recorder.check_health.return_value = None
-    with patch.object(ppo, "names"), patch.object(ppo, "generation_flops"):
+    with patch.object(ppo, "iteration_metrics"), patch.object(ppo, "generation_flops"):
         for trainer.iteration in range(1, config.training.train_iters + 1):
             with contextlib.suppress(Stopped):
                 trainer._run_hooks(ppo.Iteration(MagicMock(), {}, {}, 1.0))
