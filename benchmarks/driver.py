@@ -35,8 +35,6 @@ import numpy as np
 import torch
 
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
-from mindspeed_rlxf.checkpoint.recorder import Recorder
-from mindspeed_rlxf.checkpoint.stopping import StopRequest
 from mindspeed_rlxf.cluster.interface import Reply, Request
 from mindspeed_rlxf.cluster.refs import number_handles, resolve_refs
 from mindspeed_rlxf.config.compose import compose
@@ -56,6 +54,8 @@ from mindspeed_rlxf.roles.reports import (
 )
 from mindspeed_rlxf.trainer.ppo import Iteration, PpoTrainer
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
+from mindspeed_rlxf.trainer.recorder import Recorder
+from mindspeed_rlxf.trainer.stopping import StopRequest
 
 SAMPLES, RANKS_PER_PROCESS = 4, 64  # samples of a worker; stand-ins in a process
 WARM = 2  # iterations that are not measured

@@ -26,8 +26,8 @@ import rich.live
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mindspeed_rlxf.checkpoint.recorder import Recorder
 from mindspeed_rlxf.cli import train
+from mindspeed_rlxf.trainer.recorder import Recorder
 
 ROOT = Path(__file__).resolve().parents[1]
 WRITERS = (

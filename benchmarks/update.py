@@ -120,7 +120,10 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         for name in ("policy", "scorer"):  # the latter for the plan of a critic, which is not built
             (folder / name).symlink_to(arguments.model.resolve())
     else:
-        make_models(folder, SHAPES[arguments.size])
+        longest = arguments.prompt + (arguments.limit or 0)
+        shape = SHAPES[arguments.size]
+        positions = max(shape["max_position_embeddings"], longest)
+        make_models(folder, shape | {"max_position_embeddings": positions})
     rollouts, lengths = make_all_rollouts(arguments)
     with ExitStack() as stack:
         names = ["fsdp", *["trl"] * bool(arguments.trl)]

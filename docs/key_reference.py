@@ -64,12 +64,12 @@ WORDS = {
     bool: "`true`, `false`",
     int: "integer",
     float: "number",
-    str: "text",
+    str: "string",
     dict: "mapping",
     Any: "any value",
     NoneType: "`null`",
 }
-PLURALS = {"integer": "integers", "number": "numbers", "text": "texts", "mapping": "mappings"}
+PLURALS = {"integer": "integers", "number": "numbers", "string": "strings", "mapping": "mappings"}
 LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
@@ -172,7 +172,7 @@ def _kinds(annotation: Any) -> Iterator[str]:
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield "mapping"
     else:
-        yield WORDS.get(origin or annotation, "text")
+        yield WORDS.get(origin or annotation, "string")
 
 
 def _resume(field: FieldInfo) -> str:

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from mindspeed_rlxf.checkpoint.stopping import StopRequest
 from mindspeed_rlxf.config.enums import AdvEstimator, OldLogProbs, Role
 from mindspeed_rlxf.config.schema import AlgorithmConfig
 from mindspeed_rlxf.data.sampler import PromptSampler
@@ -17,6 +16,7 @@ from mindspeed_rlxf.roles.reports import ExperienceReport, Summary, UpdateReport
 from mindspeed_rlxf.roles.rollout import Sampling
 from mindspeed_rlxf.trainer import ppo
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
+from mindspeed_rlxf.trainer.stopping import StopRequest
 from tests.virtual_roles import (
     Call,
     Clock,

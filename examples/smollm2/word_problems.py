@@ -21,7 +21,7 @@ from typing import Any
 from mindspeed_rlxf.agents.session import Session, register_agent
 from mindspeed_rlxf.rollout.rollout_engine import FinishReason
 
-NUM_TRAIN, NUM_TEST = 1024, 128
+NUM_TRAIN, NUM_TEST = 1024, 64
 LOWEST, LARGEST = 11, 99
 CALL = re.compile(r"calc:\s*(\d{1,7})\s*([*+-])\s*(\d{1,7})\s*=$")
 NUMBER = re.compile(r"\d+")

@@ -33,7 +33,7 @@ OPTIONS = (
     option("--checkpoint", type=number(1), metavar="N", help="of a run (its newest)"),
     option("--prompt", action="append", metavar="TEXT", help="a prompt; may be given again"),
     option("--file", help="prompts: lines of .txt, or rows of .jsonl, .json, .parquet"),
-    option("--chat", action="store_true", help="texts are messages; alone: a conversation"),
+    option("--chat", action="store_true", help="strings are messages; alone: a conversation"),
     option("--output", help="jsonl file to write; absent: standard output"),
     option("--n", type=number(1), default=1, help="responses per prompt (1)"),
     option("--greedy", action="store_true", help="the likeliest tokens; else as the run samples"),

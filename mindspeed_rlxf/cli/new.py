@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from mindspeed_rlxf.cli.command_line import Parser, command, number, option, program_name
-from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, read_hf_config
+from mindspeed_rlxf.config.hf_config import WEIGHTS_FOLDER, read_hf_config
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.config.schema import RunConfig
@@ -51,7 +51,7 @@ OPTIONS = (
 def find_longest(model: str) -> int:
     """Return a model's `max_position_embeddings`; SEQ_LENGTH if config.json cannot be read."""
     with contextlib.suppress(ValueError):  # `resolve` reports it
-        longest = read_hf_config(Path(model), OF_WEIGHTS).get("max_position_embeddings")
+        longest = read_hf_config(Path(model), WEIGHTS_FOLDER).get("max_position_embeddings")
         if isinstance(longest, int):
             return longest
     return SEQ_LENGTH

@@ -163,7 +163,7 @@ def _print_counts(counts: Counts, prefix: str) -> None:
     for reason, count in counts.dropped.most_common():
         lines[f"dropped, {reason}"] = count
     if counts.cut:
-        lines["cut to --seq-length"] = counts.cut
+        lines["truncated (--seq-length)"] = counts.cut
     for name, count in lines.items():
         print(f"{name:<24} {count:>10}")
     print(f"written: {prefix}_packed_*")

@@ -36,7 +36,7 @@ class Request(NamedTuple):
     role: Role
     method: str
     args: tuple[Any, ...]
-    keeps_rows: bool  # True on leaders, whose rows are kept and whose report is sent
+    is_leader: bool  # True on leaders, whose rows are kept and whose report is sent
     num_rows: int | None = None  # rows that the method has to return; None = any number
     factory: Callable[..., Any] | None = None  # builds the role instead of calling a method
     of_engine: bool = False  # a method of the role's engine, whose result is the report

@@ -54,7 +54,7 @@ class RoleHost:
     def run(self, request: Request) -> tuple[Rows | None, Reply]:
         """Run the method on the rows it asks for; return its rows, and the reply to the driver.
 
-        Only leaders (`keeps_rows`) return rows and a report. Raises WorkerError for any Exception,
+        Only leaders (`is_leader`) return rows and a report. Raises WorkerError for any Exception,
         and prints its traceback; a WorkerError from a rank whose rows are needed stays unchanged.
         """
         try:
@@ -78,7 +78,7 @@ class RoleHost:
             device.synchronize()
             seconds = time.perf_counter() - started
             measured = (seconds, self._rank, started_at, device.peak_memory(), flop_counter.take())
-            if not request.keeps_rows:
+            if not request.is_leader:
                 return None, Reply(None, None, *measured)
             tokens = output.token_rows
             if tokens is not None:

@@ -61,7 +61,7 @@ class AlgorithmConfig(Section):
     )
     critic_lam: float | None = key(
         None,
-        "lambda of the returns that the critic learns; null = lam",
+        "lambda of the critic's returns; null = lam",
         ge=0,
         le=1,
         only_if=f"{NOT_DPO}; estimator.needs_critic",
@@ -122,12 +122,12 @@ class AlgorithmConfig(Section):
     )
     score_position: Literal["after_eos", "eos"] = key(
         "after_eos",
-        "slot of the score of a response that ended: after_eos or eos",
+        "position that gets the score of a response that ended: after_eos or eos",
         only_if=f"{NOT_DPO}; estimator.discounts",
     )
     score_slot_limit: Literal["max_new_tokens", "batch_width"] = key(
         "max_new_tokens",
-        "largest length at which there is a slot after EOS",
+        "length from which a response has no position after EOS",
         used_if="score_position=after_eos",
         only_if=f"{NOT_DPO}; estimator.discounts",
     )

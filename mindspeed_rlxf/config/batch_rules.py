@@ -61,7 +61,10 @@ def check_batches(config: RunConfig) -> Iterator[Problem]:
 
 
 def _factors(config: RunConfig, role: Role) -> dict[str, int]:
-    # Text -> number; a batch must be a multiple of their product.
+    """Return the sizes whose product divides a role's batches, by how messages call them.
+
+    {"data-parallel size 4": 4, "2 stages of its virtual pipeline": 2}: batches are multiples of 8.
+    """
     section = config.role(role)
     dp = config.layout(role).dp
     factors = {f"data-parallel size {dp}": dp}

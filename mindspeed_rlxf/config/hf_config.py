@@ -26,21 +26,20 @@ SUPPORTED: dict[str, Any] = {
     "shared_expert_intermediate_size": 0,
     "n_shared_experts": 0,
 }
-"""Fields with a single supported value, also the default if absent."""
+"""Field of config.json -> the only value that the models here support; an absent field has it."""
 
-
-RESOLVED = {
+PROPERTY_OF_NULLABLE = {
     "num_query_groups": "kv_heads",
     "kv_channels": "head_dim",
     "moe_ffn_hidden_size": "mlp_hidden_size",
 }
-"""Nullable fields -> the property with the number behind null."""
+"""Field that may be null in ArchitectureConfig -> its property with the number meant by null."""
 
-OF_MODEL = "the folder of a Hugging Face model"
-OF_WEIGHTS = f"{OF_MODEL}, or of Megatron's weights and a config.json"
+MODEL_FOLDER = "the folder of a Hugging Face model"
+WEIGHTS_FOLDER = f"{MODEL_FOLDER}, or of Megatron's weights and a config.json"
 
 
-def read_hf_config(folder: Path, folder_kind: str = OF_MODEL) -> dict[str, Any]:
+def read_hf_config(folder: Path, folder_kind: str = MODEL_FOLDER) -> dict[str, Any]:
     """Return the content of config.json in a Hugging Face folder.
 
     Args:
@@ -66,7 +65,8 @@ def read_hf_config(folder: Path, folder_kind: str = OF_MODEL) -> dict[str, Any]:
 def parse_architecture(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json's fields by their names in ArchitectureConfig.
 
-    None = config.json has no value, and there is no default. Scaling keys are absent without
+    {"num_hidden_layers": 24, "rope_theta": 1e6, ...} gives {"num_layers": 24, "rotary_base": 1e6,
+    ...}. None = config.json has no value, and there is no default. Scaling keys are absent without
     scaling, expert keys but `num_experts` in a dense model. The model type is not checked; any but
     qwen3_moe and mixtral counts as dense.
 
@@ -89,7 +89,7 @@ def _parse_fields(config: dict[str, Any]) -> dict[str, Any]:
     # transformers 5 nests rotary settings; older files have `rope_theta` and `rope_scaling`.
     rope = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or rope
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     fields = {
         "num_layers": config.get("num_hidden_layers"),
         "hidden_size": config.get("hidden_size"),
@@ -103,21 +103,21 @@ def _parse_fields(config: dict[str, Any]) -> dict[str, Any]:
         "rotary_base": float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
         "norm_epsilon": config.get("rms_norm_eps"),
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
-        "rope_scaling_type": None if kind == "default" else kind,
+        "rope_scaling_type": None if rope_type == "default" else rope_type,
         "num_experts": None,
     }
-    if kind != "default":
+    if rope_type != "default":
         fields["rope_scaling_factor"] = scaling.get("factor")
-    if kind == "llama3":
+    if rope_type == "llama3":
         names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         fields |= {name: scaling.get(name) for name in names}
     if family in ("qwen3_moe", "mixtral"):
-        width = "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
+        width_key = "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
         fields |= {
             # transformers 5 writes `num_local_experts` for both families.
             "num_experts": config.get("num_experts") or config.get("num_local_experts"),
             "moe_router_topk": config.get("num_experts_per_tok"),
-            "moe_ffn_hidden_size": config.get(width),
+            "moe_ffn_hidden_size": config.get(width_key),
             "moe_router_pre_softmax": family == "qwen3_moe" and not config.get("norm_topk_prob"),
         }
     return fields
@@ -131,9 +131,9 @@ def read_text_config(folder: Path) -> Any:
     """
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-    kind = read_hf_config(folder).get("model_type")
-    if kind not in CONFIG_MAPPING:
-        rule = f"config.json must be of a model that transformers knows, not {kind}"
+    model_type = read_hf_config(folder).get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        rule = f"config.json must be of a model that transformers knows, not {model_type}"
         raise ValueError(f"{rule}; use another model, or a newer transformers")
     try:
         complete_config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -158,7 +158,7 @@ def approximate_architecture(folder: Path) -> dict[str, Any]:
     """
     config = read_text_config(folder)
 
-    def first(*names: str) -> Any:
+    def first(*names: str) -> Any:  # the names that families of models have for a size
         for name in names:
             value = getattr(config, name, None)
             if value:
@@ -167,7 +167,7 @@ def approximate_architecture(folder: Path) -> dict[str, Any]:
 
     heads = first("num_attention_heads")
     hidden = first("hidden_size")
-    width = first("head_dim") or max(2, hidden // heads // 2 * 2)
+    head_dim = first("head_dim") or max(2, hidden // heads // 2 * 2)
     experts = first("num_local_experts", "num_experts", "n_routed_experts")
     fields = {
         "num_layers": first("num_hidden_layers"),
@@ -175,7 +175,7 @@ def approximate_architecture(folder: Path) -> dict[str, Any]:
         "ffn_hidden_size": first("intermediate_size", "moe_intermediate_size") or 4 * hidden,
         "num_attention_heads": heads,
         "num_query_groups": first("num_key_value_heads"),
-        "kv_channels": width + width % 2,
+        "kv_channels": head_dim + head_dim % 2,  # even, for rotary embeddings
         "vocab_size": first("vocab_size"),
         "max_position_embeddings": first("max_position_embeddings"),
         "untie_embeddings_and_output_weights": not first("tie_word_embeddings"),
@@ -226,7 +226,7 @@ def find_disagreements(
         return unsupported
     disagreements = []
     for name, hf_value in parse_architecture(config).items():
-        yaml_value = getattr(architecture, RESOLVED.get(name, name))
+        yaml_value = getattr(architecture, PROPERTY_OF_NULLABLE.get(name, name))
         may_differ = scored and name == "untie_embeddings_and_output_weights"
         if name == "max_position_embeddings" and hf_value is not None:
             may_differ = yaml_value <= hf_value

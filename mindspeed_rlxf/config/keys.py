@@ -40,7 +40,7 @@ REMOVED: dict[str, str] = {
 }
 """Keys in earlier versions -> what to do now, as a clause."""
 
-OF_OTHERS = {
+NAMES_ELSEWHERE = {
     "batch_size": "global_batch_size",
     "beta": "kl_coef",
     "entropy_coef": "entropy_coeff",
@@ -192,7 +192,7 @@ def unknown_key(section: str, name: str, known: Collection[str], path: str = "")
     if full in REMOVED:
         return Problem(path, "was removed", remedy=REMOVED[full], colon=True)
     remedy = "remove it"
-    ours = OF_OTHERS.get(name, name)
+    ours = NAMES_ELSEWHERE.get(name, name)
     guess = ours if ours in known else closest(name, known)
     if guess is not None:
         remedy = f"did you mean {path.removesuffix(name)}{guess}?"

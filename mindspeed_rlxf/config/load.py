@@ -26,7 +26,7 @@ from mindspeed_rlxf.config.enums import (
 )
 from mindspeed_rlxf.config.estimator_traits import TRAITS
 from mindspeed_rlxf.config.hf_config import (
-    OF_WEIGHTS,
+    WEIGHTS_FOLDER,
     approximate_architecture,
     find_unsupported,
     parse_architecture,
@@ -327,7 +327,7 @@ def _read_architecture(raw: RawConfig, role: Role, model: Any) -> Tree | None:
         folder = Path(os.path.expanduser(load))
         if raw.value(role.value, "backend") == "fsdp":
             return approximate_architecture(folder)
-        config = read_hf_config(folder, OF_WEIGHTS)
+        config = read_hf_config(folder, WEIGHTS_FOLDER)
         unsupported = find_unsupported(config)
         if unsupported:
             rule = "config.json must ask for a known model (field: possible, config.json)"

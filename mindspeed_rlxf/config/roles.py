@@ -44,7 +44,7 @@ class OptimizerConfig(Section):
         0.0, "learning rate at the end of decay", ge=0, used_if="lr_decay_style!=constant"
     )
     lr_decay_style: Literal["constant", "linear", "cosine"] = free("constant", "decay")
-    lr_warmup_fraction: float = free(0.0, "share of train_iters to warm up in", ge=0, lt=1)
+    lr_warmup_fraction: float = free(0.0, "fraction of train_iters to warm up in", ge=0, lt=1)
     weight_decay: float = free(0.0, "decoupled weight decay", ge=0)
     adam_beta1: float = free(0.9, "decay of the first moment", ge=0, lt=1)
     adam_beta2: float = free(0.999, "decay of the second moment", ge=0, lt=1)
@@ -135,12 +135,6 @@ class RoleConfig(Section):
         only_if="packed_sequences",
     )
     bf16: bool = key(False, "weights and activations in bfloat16")
-    fp32_head: bool = key(
-        False,
-        "logits of a bf16 model in fp32, so that log-probs of rollout and training are closer; "
-        "scores always are",
-        used_if="bf16",
-    )
     packed_sequences: bool = free(True, "no padding in forward and backward")
     share_prompts: bool = free(
         True,
@@ -148,8 +142,13 @@ class RoleConfig(Section):
         used_if="packed_sequences; backend=megatron",
     )
     offload: OffloadConfig = free(
-        OffloadConfig(), "parts that leave the device outside of the role's phases"
+        OffloadConfig(), "memory that leaves the device outside of the role's phases"
     )
+
+    @property
+    def has_fp32_logits(self) -> bool:
+        """Whether a bf16 model's logits are fp32; a score head's outputs always are."""
+        return False
 
     @property
     def model_chunks(self) -> int:
@@ -238,7 +237,7 @@ class LearningConfig(RoleConfig, OptimizerConfig):
     save: FilePath | None = free(
         None, "folder of the trained weights; null = final/ in the run directory"
     )
-    shuffle_minibatch: bool = key(False, "shuffle samples before they are cut in mini-batches")
+    shuffle_minibatch: bool = key(False, "shuffle samples before they are split into mini-batches")
     balance_by_length: bool = free(
         True, "give replicas samples of equal cost; fill micro-batches by tokens"
     )
@@ -310,7 +309,22 @@ class LearningConfig(RoleConfig, OptimizerConfig):
             yield Problem(TP, rule, tp, f"use {a.kv_heads} or less")
 
 
-class ActorConfig(LearningConfig):
+class PolicyConfig(RoleConfig):
+    """Keys of the roles with logits."""
+
+    fp32_head: bool = key(
+        False,
+        "logits of a bf16 model in fp32: log-probs of rollout and training are closer",
+        used_if="bf16",
+    )
+
+    @property
+    def has_fp32_logits(self) -> bool:
+        """Whether a bf16 model's logits are fp32."""
+        return self.bf16 and self.fp32_head
+
+
+class ActorConfig(LearningConfig, PolicyConfig):
     """The policy: generation and training."""
 
     do_sample: bool = key(
@@ -348,7 +362,7 @@ class ActorConfig(LearningConfig):
     )
     stop_token_ids: Integers = key((), "token ids that end a response besides EOS")
     stop_strings: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Word] = key(
-        (), "texts that end a response and stay in it"
+        (), "strings that end a response and stay in it"
     )
     num_samples_per_step: int | None = free(
         None,
@@ -373,7 +387,7 @@ class ActorConfig(LearningConfig):
     )
     covariance_fraction: float = key(
         2e-4,
-        "share of the tokens of a micro-batch that count as covariant",
+        "fraction of the tokens of a micro-batch that count as covariant",
         gt=0,
         le=1,
         used_if="looks_for_covariance",
@@ -426,7 +440,7 @@ class ActorConfig(LearningConfig):
             yield Problem("stop_token_ids", f"must be below {vocab_size}", outside, "remove them")
 
 
-class RefConfig(RoleConfig):
+class RefConfig(PolicyConfig):
     """The frozen policy behind the KL penalty."""
 
     load: FilePath | None = key(None, "folder of the frozen weights, Hugging Face's or Megatron's")
@@ -437,6 +451,6 @@ class CriticConfig(LearningConfig):
 
     critic_mini_batch_size: int = key(1, "samples per optimizer step over all DP ranks", ge=1)
     critic_update_epochs: int = key(1, "passes over the samples of an iteration", ge=1)
-    warmup_iters: int = key(0, "number of first iterations in which only the critic learns", ge=0)
+    warmup_iters: int = key(0, "number of first iterations that train the critic alone", ge=0)
     cliprange_value: float | None = key(3.0, "value clip; null = none", gt=0)
     vf_coef: float = key(1.0, "weight of the value loss", ge=0)

@@ -30,7 +30,7 @@ class VllmConfig(Section):
         None, "requests computed at once; null = actor_rollout.num_samples_per_step, else 256", ge=1
     )
     gpu_memory_utilization: float = free(
-        0.5, "share of a device's memory for weights and KV cache", gt=0, le=1
+        0.5, "fraction of a device's memory for weights and KV cache", gt=0, le=1
     )
     kv_cache_gib: float | None = free(
         None, "KV cache of a device, GiB; null = by gpu_memory_utilization, on CPU 1", gt=0
@@ -87,8 +87,8 @@ class RolloutConfig(Section):
     )
     max_tool_response_length: int = key(
         1024,
-        "longest result of a tool that the model reads, characters; of a longer one the middle "
-        "is cut out",
+        "longest result of a tool that the model reads, characters; longer ones are truncated "
+        "in the middle",
         ge=2,
         used_if="tools",
     )

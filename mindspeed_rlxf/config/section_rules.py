@@ -46,7 +46,9 @@ ACTOR_EP = "actor_rollout.expert_model_parallel_size"
 def check_sections(config: RunConfig) -> Iterator[Problem]:
     """Yield a problem for each broken rule between sections. Does not look at the host."""
     # The later rules divide by the parallel sizes, so they wait until these are legal.
-    size_problems = [*_check_pools(config)] or [*_check_replicas(config)]
+    size_problems = list(_check_pools(config))
+    if not size_problems:
+        size_problems = list(_check_replicas(config))
     yield from size_problems
     prompt = config.actor_rollout.max_prompt_length
     response = config.actor_rollout.max_new_tokens
@@ -303,7 +305,7 @@ def _check_stage(config: RunConfig) -> Iterator[Problem]:
         rule = f"vocab_size={ref_vocab} must be the actor's {actor_vocab}, whose tokens it scores"
         yield Problem("ref", rule, remedy="use the folder and model of the actor", colon=True)
     iterations = config.training.train_iters
-    limit = f"{iterations - 1}, as the actor learns after it ({ref('training.train_iters')})"
+    limit = f"{iterations - 1}, as the actor is trained after it ({ref('training.train_iters')})"
     yield from at_most("critic.warmup_iters", config.warmup_iters, limit, iterations - 1)
     limit = f"{ref(MAX_NEW)}={actor.max_new_tokens}"
     yield from at_most(

@@ -186,7 +186,7 @@ class DataConfig(Section):
         used_if="reads_rows",
     )
     train_weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Word] = key(
-        (), "share of each file (or data set) of the training prompts in a batch; absent = by size"
+        (), "fraction of each file (or data set) in a batch of training prompts; absent = by size"
     )
     invalid_rows: Literal["error", "drop"] = key(
         "error", "unreadable rows: error, or drop and count them", used_if="reads_rows"
@@ -194,7 +194,7 @@ class DataConfig(Section):
     overlong_prompts: Annotated[OverlongPrompts, Word] = key(
         OverlongPrompts.ERROR,
         "treatment of prompts over max_prompt_length: error, drop, keep_head (or right, where "
-        "it is cut), keep_tail (left), keep_ends (middle)",
+        "it is truncated), keep_tail (left), keep_ends (middle)",
     )
     allow_special_tokens: bool = key(
         False, "the text of a special token in a prompt becomes that token; else it stays text"

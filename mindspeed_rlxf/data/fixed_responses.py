@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KEY = "actor_rollout.fixed_responses"
+FIX_ROW = "repair or remove the row"
 
 
 @dataclass(frozen=True)
@@ -56,37 +57,39 @@ def load_fixed_responses(
     responses: dict[int, list[int]] = {}
     prompts: dict[int, list[int]] = {}
     has_sample_ids: set[bool] = set()  # with both values, only some rows have one
+    num_rows = 0
     for number, row in read_rows(file, problems.file):
         if isinstance(row, UnusableRow):
             problems.add(number, row.problem)
             continue
-        sample_id = row.get("sample_id", len(responses))
         has_sample_ids.add("sample_id" in row)
-        key = sample_id if type(sample_id) is int else -number  # so that a wrong one is kept too
-        ids: list[int] = []
+        sample_id = row.get("sample_id", num_rows)
+        num_rows += 1
+        if type(sample_id) is not int or sample_id in responses:
+            rule = "a sample_id must be a number that no earlier row has"
+            problems.add(number, fault(f"{rule}, not {sample_id!r:.40}", FIX_ROW))
+            continue
+        responses[sample_id] = []  # so that its id is taken, even if the response is wrong
         try:
-            if key != sample_id or key in responses:
-                rule = "a sample_id must be a number that no earlier row has"
-                raise ValueError(f"{rule}, not {sample_id!r:.40}")
             ids = _read_response(row, tokenizer, eos_token_ids, vocab_size, max_new_tokens)
         except ValueError as error:
-            problems.add(number, fault(str(error), "repair or remove the row"))
-        responses[key] = ids
+            problems.add(number, fault(str(error), FIX_ROW))
+            continue
+        responses[sample_id] = ids
         if "prompt_ids" in row:
-            prompts[key] = row["prompt_ids"]
+            prompts[sample_id] = row["prompt_ids"]
     if len(has_sample_ids) > 1:
         problems.add(0, fault("all rows or none must have a sample_id", "complete or remove them"))
     missing_ids = [sample_id for sample_id in range(num_samples) if sample_id not in responses]
     if missing_ids and not problems.list_problems():
         rule = f"the run's {num_samples} samples must have a response each"
         rule = f"{rule}, {len(missing_ids)} have none (the first: {missing_ids[0]})"
-        remedy = "lower training.train_iters, or complete the file"
-        problems.add(
-            0, fault(rule, f"{remedy} (logging.samples=all writes every response of a run)")
-        )
-    located_problems = problems.list_problems()
-    if located_problems:
-        raise UserError(located_problems)
+        remedy = "lower training.train_iters, or complete the file "
+        remedy += "(logging.samples=all writes every response of a run)"
+        problems.add(0, fault(rule, remedy))
+    problems_with_rows = problems.list_problems()
+    if problems_with_rows:
+        raise UserError(problems_with_rows)
     return FixedResponses(responses, prompts)
 
 
@@ -101,7 +104,7 @@ def _read_response(
     ids = row.get("response_ids")
     if "response_ids" not in row:
         if not isinstance(row.get("response"), str):
-            raise ValueError("a row must have response_ids or a text `response`")
+            raise ValueError("a row must have response_ids or a string `response`")
         ids = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
         if len(ids) < max_new_tokens and not (ids and ids[-1] in eos):
             ids = ids + list(eos[:1])

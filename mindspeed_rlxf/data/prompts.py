@@ -318,6 +318,6 @@ class LengthLimit:
         elif self._num_over:
             effect = "dropped"
             if not drops:
-                effect = f"cut to their {TOKENS_KEPT[self._policy]} {self._max_length}"
+                effect = f"truncated to their {TOKENS_KEPT[self._policy]} {self._max_length}"
             key = f"data.overlong_prompts={self._policy.value}"
             logger.warning("%s: %s and %s (%s)", self._name, count, effect, key)

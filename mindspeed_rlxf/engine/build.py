@@ -68,7 +68,7 @@ def build_chunks(
                 post_process=groups.is_last_stage and chunk == count - 1,
                 vp_stage=vp_stage,
             )
-        if role.fp32_head:
+        if role.has_fp32_logits:
             module.linear = fp32_linear
         chunks.append(module.to(device=device.current_device(), dtype=dtype))
         stack_experts(chunks[-1])

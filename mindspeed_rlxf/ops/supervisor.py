@@ -21,7 +21,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from mindspeed_rlxf.checkpoint.stopping import ignore_hangups, stop_signals
 from mindspeed_rlxf.checkpoint.supervised import (
     CHILD_OF,
     EXIT_DONE,
@@ -33,6 +32,7 @@ from mindspeed_rlxf.checkpoint.supervised import (
     write_facts,
 )
 from mindspeed_rlxf.config.problems import quote
+from mindspeed_rlxf.trainer.stopping import ignore_hangups, stop_signals
 
 FIRST_PAUSE_S = 5.0  # what the last attempt left is ended meanwhile
 

@@ -223,7 +223,7 @@ RULES: dict[HealthRule, tuple[Rule, str]] = {
         functools.partial(
             _mean_fraction,
             name=TRUNCATED,
-            text="{value:.0%} of the responses are cut at the limit",
+            text="{value:.0%} of the responses are truncated at the limit",
         ),
         "raise actor_rollout.max_new_tokens, or set algorithm.missing_eos_penalty or "
         "algorithm.overlong_buffer_len",

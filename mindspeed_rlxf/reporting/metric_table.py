@@ -47,8 +47,8 @@ POLICY = (
            "whitened advantages"),
     Metric("actor/pg_loss_abs", "", "absolute value of the policy's loss, mean over optimizer "
                                     "steps"),
-    Metric("actor/pg_clipfrac", "share", "tokens whose probability ratio was clipped", (0.0, 0.3),
-           "lower actor_rollout.lr or ppo_epochs"),
+    Metric("actor/pg_clipfrac", "fraction", "tokens whose probability ratio was clipped",
+           (0.0, 0.3), "lower actor_rollout.lr or ppo_epochs"),
     Metric("actor/ppo_kl", "nats", "mean of old minus new log-prob over tokens of the updates",
            (-0.1, 0.1), "lower actor_rollout.lr or ppo_epochs"),
     Metric("actor/entropy", "nats", "mean entropy of the next token of the policy", (0.02, None),
@@ -59,17 +59,17 @@ POLICY = (
     Metric("actor/grad_norm", "", "norm of the policy's gradient before clipping, mean over steps",
            None, "where it grows over many iterations, lower actor_rollout.lr"),
     Metric("actor/lr", "", "learning rate of the policy in this iteration"),
-    Metric("actor/skipped_steps", "steps", "optimizer steps left out because of NaN or inf",
+    Metric("actor/skipped_steps", "steps", "optimizer steps skipped because of NaN or inf",
            (0.0, 0.0), "look for the first sample that logs/driver.log names"),
     Metric("actor/dpo_loss", "", "preference loss, mean over pairs that differ"),
-    Metric("actor/dpo_accuracy", "share", "pairs whose better response is the likelier one"),
+    Metric("actor/dpo_accuracy", "fraction", "pairs whose better response is the likelier one"),
     Metric("actor/dpo_margin", "", "implicit reward of the better response minus the other's"),
-    Metric("actor/dpo_decided", "share", "pairs whose scores differ", (0.1, None),
+    Metric("actor/dpo_decided", "fraction", "pairs whose scores differ", (0.1, None),
            "use prompts of another difficulty"),
 )  # fmt: skip
 CRITIC = (
     Metric("critic/vf_loss", "", "loss of the value model, mean over optimizer steps"),
-    Metric("critic/vf_clipfrac", "share", "values whose change was clipped", (0.0, 0.3),
+    Metric("critic/vf_clipfrac", "fraction", "values whose change was clipped", (0.0, 0.3),
            "raise critic.cliprange_value or lower critic.lr"),
     Metric("critic/vpred_mean", "", "mean value predicted in the updates"),
     Metric("critic/explained_variance", "", "1 - Var(return - value) / Var(return), values from "
@@ -79,7 +79,7 @@ CRITIC = (
     Metric("critic/grad_norm", "", "norm of the critic's gradient before clipping, mean over "
            "steps", None, "where it grows over many iterations, lower critic.lr"),
     Metric("critic/lr", "", "learning rate of the critic in this iteration"),
-    Metric("critic/skipped_steps", "steps", "optimizer steps left out because of NaN or inf",
+    Metric("critic/skipped_steps", "steps", "optimizer steps skipped because of NaN or inf",
            (0.0, 0.0), "look for the first sample that logs/driver.log names"),
     Metric("critic/kl", "nats per token", "KL to the reference by algorithm.kl_penalty, mean "
            "over samples of the mean over tokens", (None, 1.0),
@@ -107,11 +107,11 @@ SAMPLES = (
     *_spread("response_length", "tokens", "length of a response"),
     Metric("response_length/p50", "tokens", "median length of a response"),
     Metric("response_length/p90", "tokens", "length that 90% of the responses do not exceed"),
-    Metric("response_length/eos_fraction", "share", "responses ended by EOS or a stop string"),
-    Metric("response_length/truncated_fraction", "share", "responses cut at the limit", (0.0, 0.5),
-           "raise actor_rollout.max_new_tokens, or set algorithm.missing_eos_penalty or "
-           "overlong_buffer_len"),
-    Metric("rollout/equal_score_groups", "share", "prompts whose responses all score the same: "
+    Metric("response_length/eos_fraction", "fraction", "responses ended by EOS or a stop string"),
+    Metric("response_length/truncated_fraction", "fraction", "responses truncated at the limit",
+           (0.0, 0.5), "raise actor_rollout.max_new_tokens, or set "
+           "algorithm.missing_eos_penalty or overlong_buffer_len"),
+    Metric("rollout/equal_score_groups", "fraction", "prompts whose responses all score the same: "
                                                   "estimators that compare responses learn "
                                                   "nothing from them", (0.0, 0.8),
            "use prompts of another difficulty, algorithm.filter_groups=true, or more samples"),
@@ -135,7 +135,7 @@ SAMPLES = (
     Metric("rollout/log_prob_gap_max", "nats", "largest distance of a token", None,
            "algorithm.max_log_prob_gap stops the run there"),
     *_spread("rollout/is_weight", "", "weight of a token by algorithm.rollout_is_threshold"),
-    Metric("rollout/rejected_tokens", "share", "tokens that algorithm.rollout_rejection leaves "
+    Metric("rollout/rejected_tokens", "fraction", "tokens that algorithm.rollout_rejection masks "
            "out", (0.0, 0.5), "widen its bounds, or compare precision and layout"),
     Metric("staleness/mean", "updates", "mean over tokens of the updates between the weights that "
            "sampled a token and those that train it (rollout.max_staleness)"),
@@ -175,18 +175,18 @@ SPEED = (
            "count"),
     Metric("throughput/computed_tokens", "tokens", "prompt and response tokens that the passes of "
            "training engines computed, a shared prompt once; without generation and padding"),
-    Metric("throughput/mfu", "share", "the same over the peak of the device; absent where the "
+    Metric("throughput/mfu", "fraction", "the same over the peak of the device; absent where the "
            "peak is not known", (0.05, 1.0),
            "see timing/, idle/ and skew/ for where the time goes"),
     Metric("memory/<phase>", "GiB", "largest peak of device memory among the ranks of a phase of "
            "timing/; on CPU resident memory of the process", None,
            "models_and_weights.md says what each part takes"),
-    Metric("idle/<pool>", "share", "part of the iteration in which ranks of the pool ran nothing",
-           (0.0, 0.6), "give the pool fewer devices, or put more roles on it"),
-    Metric("idle/<pool>/<part>", "share", "the same for the training (train) and the generating "
-           "(rollout) ranks of a disaggregated pool", (0.0, 0.6), "give that part fewer devices; "
+    Metric("idle/<pool>", "fraction", "time of the iteration in which ranks of the pool ran "
+           "nothing", (0.0, 0.6), "give the pool fewer devices, or put more roles on it"),
+    Metric("idle/<pool>/<subpool>", "fraction", "the same for the training (train) and generating "
+           "(rollout) ranks of a disaggregated pool", (0.0, 0.6), "give it fewer devices; "
            "rollout.max_staleness=1 lets both work at the same time"),
-    Metric("skew/<phase>", "share", "time of the slowest rank over the mean of ranks, minus 1; "
+    Metric("skew/<phase>", "fraction", "time of the slowest rank over the mean of ranks, minus 1; "
            "ranks that wait for each other in collectives are equal", (0.0, 0.5),
            "if it is always the same rank, check its host with mindspeed-rlxf doctor"),
     Metric("slowest_rank/<phase>", "rank", "number of the slowest rank within its pool"),

@@ -114,11 +114,16 @@ class DrawnSamples:
         `agents` has the name of each row's agent, "" for none; None = none for all.
         """
         for row, sample_id in enumerate(prompts.sample_ids):
+            agent = agents[row] if agents is not None else ""
             request = GenerationRequest(
-                self._num_added, sample_id, prompts.token_ids[row], settings, seed
+                self._num_added,
+                sample_id,
+                prompts.token_ids[row],
+                settings,
+                seed,
+                is_turn=bool(agent),
             )
             self._num_added += 1
-            agent = agents[row] if agents is not None else ""
             sample = DrawnSample(prompts.select([row]), sampling, request, agent)
             assert sample.key not in self._samples, f"sample {sample_id} was added twice"
             self._samples[sample.key] = sample

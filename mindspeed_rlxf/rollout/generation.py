@@ -24,16 +24,17 @@ from mindspeed_rlxf.models.attention import Attend
 from mindspeed_rlxf.models.decode import Decoder, linear
 from mindspeed_rlxf.models.heads import full_logits
 from mindspeed_rlxf.models.transformer import TransformerModel
+from mindspeed_rlxf.rollout.expert_sync import ExpertSync
 from mindspeed_rlxf.rollout.kv_cache import (
     CacheShape,
     Continuation,
     DecodeStep,
+    KeptRow,
     KvCache,
     Prefill,
 )
 from mindspeed_rlxf.rollout.prefixes import CachedPrefix, PrefixTree, order_by_source
 from mindspeed_rlxf.rollout.rollout_engine import GenerationRequest, GenerationStats
-from mindspeed_rlxf.rollout.rounds import Rounds
 from mindspeed_rlxf.rollout.rows import GrowingSample, RowGroup, RowStates
 from mindspeed_rlxf.rollout.sampling import check_log_probs, draw_tokens
 
@@ -84,21 +85,24 @@ class Generation:
         self,
         model: TransformerModel,
         weights_version: int,
-        rounds: Rounds,
+        expert_sync: ExpertSync,
         limits: Limits,
         steps: int,
+        kept_rows: dict[int, KeptRow],
     ) -> None:
         """Allocate an empty KV cache.
 
         Args:
             model: Module with all layers, in evaluation mode.
             weights_version: Of the model's weights.
-            rounds: Announces each pass to the ranks that share experts.
+            expert_sync: Announces each pass to the ranks that share experts.
             limits: Sizes; no request may be longer.
             steps: Decode steps launched before the host reads the drawn tokens.
+            kept_rows: Sample id -> its row, of samples whose turn has ended; changed here.
         """
-        self.model, self.weights_version, self.rounds = model, weights_version, rounds
+        self.model, self.weights_version, self.expert_sync = model, weights_version, expert_sync
         self.max_rows, self.max_tokens, self.steps = limits.rows, limits.tokens, steps
+        self.kept_rows = kept_rows
         self.stats = GenerationStats()
         self.waiting: deque[GrowingSample] = deque()
         self.active: list[GrowingSample] = []
@@ -184,9 +188,38 @@ class Generation:
         self._set_active(
             [*kept, *entering], np.concatenate((self._counts, counts)).astype(np.int64)
         )
-        self.cache.fit(len(self.active), self._longest_row(self.steps))
+        kept_rows = self._take_kept(first)
+        self._fit_cache(self._longest_row(self.steps))
         self.states.set_up(first, entering)
-        return self._make_packs(first)
+        for cache_row, kept_row in kept_rows.items():
+            self.cache.write_row(cache_row, kept_row.keys_and_values)
+        return self._make_packs(first, {at: len(row.token_ids) for at, row in kept_rows.items()})
+
+    def _take_kept(self, first: int) -> dict[int, KeptRow]:
+        """Return what was kept of the batch rows from `first`, by cache row."""
+        kept_rows: dict[int, KeptRow] = {}
+        for cache_row, row in enumerate(self.active[first:], start=first):
+            kept_row = self.kept_rows.pop(row.request.sample_id, None)
+            if kept_row is not None:
+                begin = row.prefill_ids[:-1][: len(kept_row.token_ids)]
+                if np.array_equal(kept_row.token_ids, begin):
+                    kept_rows[cache_row] = kept_row
+        return kept_rows
+
+    def _fit_cache(self, longest: int) -> None:
+        """Resize the cache for the batch; forget kept rows, oldest first, for which no room is."""
+        rows = len(self.active)
+        num_kept_tokens = sum(len(kept.token_ids) for kept in self.kept_rows.values())
+        for sample_id in list(self.kept_rows):
+            if self.max_tokens is None:
+                fits = rows + len(self.kept_rows) <= self.max_rows
+            else:
+                num_tokens = rows * self._row_capacity(longest) + num_kept_tokens
+                fits = num_tokens <= self.max_tokens
+            if fits:
+                break
+            num_kept_tokens -= len(self.kept_rows.pop(sample_id).token_ids)
+        self.cache.fit(rows, longest)
 
     def _drop_unused_states(self) -> None:
         """Drop the states for prompts that no waiting sample has."""
@@ -195,10 +228,16 @@ class Generation:
             key: state for key, state in self._prompt_states.items() if key in still
         }
 
-    def _make_packs(self, first: int) -> Iterator[dict[int, CachedPrefix]]:
+    def _make_packs(
+        self, first: int, restored: dict[int, int]
+    ) -> Iterator[dict[int, CachedPrefix]]:
         """Group the batch rows from `first` into packs with at most PREFILL_TOKENS computed tokens.
 
         A longer row is computed alone.
+
+        Args:
+            first: Index of the first batch row to group.
+            restored: Cache row -> its first tokens that are in it already.
 
         Yields:
             Cache row -> what it copies instead of computing it. At least one pack.
@@ -215,7 +254,9 @@ class Generation:
         tokens = 0
         for cache_row, row in enumerate(self.active[first:], start=first):
             source = (prompt_rows if row.tokens else state_rows).get(row.key)
-            if source is not None:
+            if cache_row in restored:
+                cached = CachedPrefix(cache_row, restored[cache_row])
+            elif source is not None:
                 cached = CachedPrefix(source, len(row.request.prompt))
             else:
                 cached = prefixes.find(row.request.prompt[:-1])
@@ -248,20 +289,20 @@ class Generation:
             copied = [
                 (pack[cache_row].source, cache_row)
                 for cache_row in cache_rows
-                if pack[cache_row].length > 0
+                if pack[cache_row].length > 0 and pack[cache_row].source != cache_row
             ]
             if copied:
                 source, target = self._tensor(copied).unbind(1)
                 self.cache.copy(
-                    source, target, max(pack[cache_row].length for cache_row in cache_rows)
+                    source, target, max(pack[cache_row].length for _, cache_row in copied)
                 )
             whole = [cache_row for cache_row in cache_rows if pack[cache_row].length == 0]
             if whole:
                 last.update(zip(whole, self._forward_prefill(whole), strict=True))
             rest = {
                 cache_row: pack[cache_row].length
-                for _, cache_row in copied
-                if pack[cache_row].length < len(self.active[cache_row].prefill_ids)
+                for cache_row in cache_rows
+                if 0 < pack[cache_row].length < len(self.active[cache_row].prefill_ids)
             }
             if rest:
                 last.update(zip(rest, self._forward_continuation(rest), strict=True))
@@ -321,7 +362,7 @@ class Generation:
         """
         lengths = np.array([len(tokens) for tokens in rows])
         token_ids = torch.from_numpy(np.concatenate(rows)).to(self.device)
-        self.rounds.announce(len(token_ids))
+        self.expert_sync.announce(len(token_ids))
         hidden = self.model(token_ids[None, :], position, attend).squeeze(1)
         self.stats.prompt_tokens += len(token_ids)
         return hidden[self._tensor(lengths.cumsum() - 1)]
@@ -341,13 +382,13 @@ class Generation:
             steps = min(steps, most)
         self._preempt(steps)
         rows = len(self.active)
-        self.cache.fit(rows, self._longest_row(steps))
+        self._fit_cache(self._longest_row(steps))
         if self._groups is None:
             self._groups = self.states.group_by_settings(self.active)
         for _ in range(steps):
             position = self.states.position[:rows]
             attend = DecodeStep(cache=self.cache, position=position)
-            self.rounds.announce(rows)
+            self.expert_sync.announce(rows)
             hidden = self._decoder(self.states.last[:rows], position, attend)
             self._draw_next(hidden, slice(0, rows), self._groups)
         return steps
@@ -391,7 +432,20 @@ class Generation:
         self.stats.decoded_tokens += new if decoded else 0
         self._counts = counts
         leaving = np.flatnonzero(ended).tolist()
-        return self._remove_rows(leaving) if leaving else []
+        if not leaving:
+            return []
+        for index in leaving:
+            if self.active[index].request.is_turn:
+                self._keep(index)
+        return self._remove_rows(leaving)
+
+    def _keep(self, index: int) -> None:
+        """Keep a row for the next turn, without its last token, which no pass has computed yet."""
+        row = self.active[index]
+        drawn, _ = self.states.read([index], int(self._counts[index]))
+        token_ids = np.concatenate((row.request.prompt, drawn[0].numpy()))[:-1]
+        keys_and_values = self.cache.read_row(index, len(token_ids))
+        self.kept_rows[row.request.sample_id] = KeptRow(token_ids, keys_and_values)
 
     def _preempt(self, steps: int) -> None:
         """Move rows back to the queue's head if the cache is too small for `steps` more steps."""

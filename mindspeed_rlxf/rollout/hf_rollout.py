@@ -43,7 +43,7 @@ class TransformersRollout:
         dtype = torch.bfloat16 if actor.bf16 else torch.float32
         self.model = AutoModelForCausalLM.from_config(described, dtype=dtype).eval()
         self.model.requires_grad_(False)
-        if actor.fp32_head:
+        if actor.has_fp32_logits:
             head = self.model.get_output_embeddings()
             head.forward = lambda hidden: fp32_linear(hidden.flatten(0, 1), head.weight).unflatten(
                 0, hidden.shape[:2]

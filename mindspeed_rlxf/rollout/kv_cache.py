@@ -12,6 +12,7 @@ cache is copied once in PAGE steps, one layer after the other.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -88,6 +89,23 @@ class KvCache:
         """Copy the first `length` positions from rows `source` to rows `target`."""
         for tensor in (*self.keys, *self.values):
             tensor[target, :, :length] = tensor[source, :, :length]
+
+    def read_row(self, row: int, length: int) -> Tensor:
+        """Return a copy of a row's first `length` positions, [2 layers, groups, length, d]."""
+        return torch.stack([tensor[row, :, :length] for tensor in (*self.keys, *self.values)])
+
+    def write_row(self, row: int, first: Tensor) -> None:
+        """Write a row's first positions, as `read_row` has returned them."""
+        for tensor, copied in zip((*self.keys, *self.values), first, strict=True):
+            tensor[row, :, : first.size(2)] = copied
+
+
+@dataclass(frozen=True, eq=False)
+class KeptRow:
+    """Tokens of a row that has left the batch, and their keys and values (`KvCache.read_row`)."""
+
+    token_ids: np.ndarray
+    keys_and_values: Tensor
 
 
 @dataclass

@@ -28,6 +28,7 @@ from mindspeed_rlxf.rollout.generation import (
     broadcast_from_first,
     cache_shape,
 )
+from mindspeed_rlxf.rollout.kv_cache import KeptRow
 from mindspeed_rlxf.rollout.rollout_engine import (
     GenerationRequest,
     GenerationResult,
@@ -64,6 +65,7 @@ class NativeRollout:
         self._stats = GenerationStats()
         self._generation: Generation | None = None  # None = nothing has begun
         self._added: list[GenerationRequest] = []  # not given to the generation yet
+        self._kept_rows: dict[int, KeptRow] = {}  # of these weights, for turns that follow
         self._version: int | None = None  # None = no weights, or only some were replaced
         self._awake = False
         self._device = next(source.module.parameters()).device
@@ -73,6 +75,7 @@ class NativeRollout:
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights; after an error the engine has no version and cannot generate."""
         self._version = None
+        self._kept_rows.clear()
         self.source.load(tensors)
         self._version = version
 
@@ -94,6 +97,7 @@ class NativeRollout:
     def sleep(self) -> None:
         """Free the source's copies."""
         self._awake = False
+        self._kept_rows.clear()
         self.source.sleep()
 
     @contextlib.contextmanager
@@ -127,7 +131,7 @@ class NativeRollout:
         self.model.eval()
         self._stats = GenerationStats()
         version = self.weights_version
-        self.source.rounds.begin()
+        self.source.expert_sync.begin()
         if self._added:
             with self._computing():
                 self._begin_added()
@@ -155,7 +159,12 @@ class NativeRollout:
         if self._generation is None:
             limits = self._choose_limits(self._added)
             self._generation = Generation(
-                self.model, self.weights_version, self.source.rounds, limits, self.steps
+                self.model,
+                self.weights_version,
+                self.source.expert_sync,
+                limits,
+                self.steps,
+                self._kept_rows,
             )
         self._generation.add(self._added)
         self._added = []
@@ -165,11 +174,12 @@ class NativeRollout:
         begun = self._generation.withdraw() if self._generation is not None else []
         requests = begun + self._added
         self._added, self._generation = [], None
+        self._kept_rows.clear()
         return requests
 
     def _serve_other_ranks(self) -> None:
         with self._computing():
-            self._stats.idle_passes = self.source.rounds.finish()
+            self._stats.idle_passes = self.source.expert_sync.finish()
 
     def _choose_limits(self, requests: Sequence[GenerationRequest]) -> Limits:
         """Return the generation's sizes; a collective over the replica's ranks."""
@@ -205,7 +215,7 @@ class NativeRollout:
         """
         self.model.eval()
         self._stats = GenerationStats()
-        self.source.rounds.begin()
+        self.source.expert_sync.begin()
         log_probs: list[list[float]] = []
         waiting = deque(zip(prompts, responses, strict=True))
         while waiting:
@@ -240,7 +250,7 @@ class NativeRollout:
                 [np.asarray(response, dtype=np.int64) for _, response in pack],
             )
         )
-        self.source.rounds.announce(len(token_ids))
+        self.source.expert_sync.announce(len(token_ids))
         hidden = self.model(token_ids[None, :], position, PackedSequences(lengths=tuple(lengths)))
         self._stats.prompt_tokens += sum(lengths)
         log_probs, _ = token_log_probs(

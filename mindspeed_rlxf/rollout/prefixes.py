@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindspeed_rlxf.config.generation_memory import PAGE
+BLOCK = 16  # tokens, in whose multiples beginnings are shared
 
 
 @dataclass(frozen=True)
@@ -25,32 +25,32 @@ class CachedPrefix:
 
 
 class PrefixTree:
-    """Finds a cache row whose prompt begins as another one, in pages of PAGE tokens."""
+    """Finds a cache row whose prompt begins as another one, in blocks of BLOCK tokens."""
 
     def __init__(self) -> None:
-        # (number of the pages before, tokens of a page) -> (number of the pages with it, cache row)
-        self._pages: dict[tuple[int, bytes], tuple[int, int]] = {}
+        # (number of the blocks before, tokens of a block) -> (number with it, cache row)
+        self._blocks: dict[tuple[int, bytes], tuple[int, int]] = {}
 
     def add(self, prompt: np.ndarray, cache_row: int) -> None:
         """Add the prompt of a cache row; one that was added before goes first."""
         number = 0
-        for page in _pages_of(prompt):
-            number, _ = self._pages.setdefault((number, page), (len(self._pages) + 1, cache_row))
+        for block in _blocks_of(prompt):
+            number, _ = self._blocks.setdefault((number, block), (len(self._blocks) + 1, cache_row))
 
     def find(self, prompt: np.ndarray) -> CachedPrefix:
         """Return the longest known beginning of a prompt; of length 0 if there is none."""
         number, cache_row, length = 0, 0, 0
-        for page in _pages_of(prompt):
-            if (number, page) not in self._pages:
+        for block in _blocks_of(prompt):
+            if (number, block) not in self._blocks:
                 break
-            number, cache_row = self._pages[number, page]
-            length += PAGE
+            number, cache_row = self._blocks[number, block]
+            length += BLOCK
         return CachedPrefix(cache_row, length)
 
 
-def _pages_of(prompt: np.ndarray) -> Iterator[bytes]:
-    for end in range(PAGE, len(prompt) + 1, PAGE):
-        yield prompt[end - PAGE : end].tobytes()
+def _blocks_of(prompt: np.ndarray) -> Iterator[bytes]:
+    for end in range(BLOCK, len(prompt) + 1, BLOCK):
+        yield prompt[end - BLOCK : end].tobytes()
 
 
 def order_by_source(pack: dict[int, CachedPrefix]) -> list[list[int]]:

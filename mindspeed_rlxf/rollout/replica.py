@@ -139,7 +139,7 @@ def _build_engine(config: RunConfig, trained: TrainEngine | None, folder: str) -
         group = worlds.weights_group()
         assert group is not None, "a rollout with weights of its own needs ranks of its own"
         sizes = config.rollout_tp, dtype, seed, config.rollout_ep
-        source = OwnWeights(actor.architecture, *sizes, actor.lora, actor.fp32_head)
+        source = OwnWeights(actor.architecture, *sizes, actor.lora, actor.has_fp32_logits)
         stream = partial(_receive, config, dtype, group)
     memory_gib = config.device.memory_gib
     memory = int(memory_gib * 2**30) if memory_gib else None
@@ -182,7 +182,7 @@ def build_native_alone(actor: ActorConfig, seed: int) -> NativeRollout:
     megatron_versions.apply_patches()
     dtype = torch.bfloat16 if actor.bf16 else torch.float32
     weights = OwnWeights(
-        actor.architecture, 1, dtype, seed, lora=actor.lora, fp32_head=actor.fp32_head
+        actor.architecture, 1, dtype, seed, lora=actor.lora, fp32_head=actor.has_fp32_logits
     )
     return NativeRollout(weights, actor.num_samples_per_step)
 

@@ -71,6 +71,8 @@ class GenerationRequest:
         turn_start: Tokens of the response before the turn that is sampled, where an agent leads a
             conversation; they are in `begun`, or at the end of `prompt`. Stop strings and
             `min_new_tokens` see the turn alone, random numbers and `max_new_tokens` the response.
+        is_turn: Whether the result may be followed by a request with more tokens behind it, for
+            which an engine may keep what it has computed.
     """
 
     place: int
@@ -80,6 +82,7 @@ class GenerationRequest:
     seed: int
     begun: Begun | None = None
     turn_start: int = 0
+    is_turn: bool = False
 
 
 @dataclass(frozen=True)

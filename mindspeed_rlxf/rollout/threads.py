@@ -1,4 +1,4 @@
-"""Ask something for many items at once, in threads."""
+"""Run blocking requests for many items in a thread pool."""
 
 import queue
 import threading

@@ -22,7 +22,7 @@ from mindspeed_rlxf.models.heads import fp32_linear
 from mindspeed_rlxf.models.parameters import Head, StageParameter, hf_shapes, stage_parameters
 from mindspeed_rlxf.models.shared_experts import Exchange, share_experts
 from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
-from mindspeed_rlxf.rollout.rounds import Rounds
+from mindspeed_rlxf.rollout.expert_sync import ExpertSync
 from mindspeed_rlxf.weights.chunks import shard_chunks
 
 
@@ -32,8 +32,8 @@ def build_rollout_module(
     dtype: torch.dtype,
     lora: LoraConfig,
     fp32_head: bool,
-) -> tuple[TransformerModel, Rounds]:
-    """Build a module without gradients, with all layers and this rank's experts, and its `Rounds`.
+) -> tuple[TransformerModel, ExpertSync]:
+    """Build a module without gradients, with all layers and this rank's experts, and its sync.
 
     Its linears have the adapters of `lora`, which compute beside the weights. Neither are set. With
     expert parallelism the layers share their experts across the group.
@@ -51,7 +51,7 @@ def build_rollout_module(
         attach_adapters(module, table, architecture, tp, lora)
     exchange = Exchange(groups.ep, groups.tp)
     layers = share_experts(module, exchange) if ep > 1 else []
-    return module.requires_grad_(False), Rounds(layers, exchange, groups.ep_host)
+    return module.requires_grad_(False), ExpertSync(layers, exchange, groups.ep_host)
 
 
 def rollout_parameters(
@@ -78,8 +78,8 @@ class SharedWeights:
         experts = engine.groups.ep
         self.groups = ParallelGroups(engine.groups.tp.size(), 1, seed, ep=experts.size())
         architecture, lora = engine.role.architecture, engine.lora
-        self.module, self.rounds = build_rollout_module(
-            architecture, self.groups, engine.dtype, lora, engine.role.fp32_head
+        self.module, self.expert_sync = build_rollout_module(
+            architecture, self.groups, engine.dtype, lora, engine.role.has_fp32_logits
         )
         self._table = rollout_parameters(architecture, lora, experts.rank(), experts.size())
         self._parameters = dict(self.module.named_parameters())
@@ -158,7 +158,7 @@ class OwnWeights:
         self.architecture, self.lora = architecture, lora or LoraConfig()
         self.has_base = False  # whether a whole model was sent
         self.groups = ParallelGroups(tp, 1, seed, ep=ep)
-        module, self.rounds = build_rollout_module(
+        module, self.expert_sync = build_rollout_module(
             architecture, self.groups, dtype, self.lora, fp32_head
         )
         self.module = module.to(device=device.current_device(), dtype=dtype)

@@ -8,8 +8,6 @@ from typing import Any
 from mindspeed_rlxf.algorithms.kl import KlController
 from mindspeed_rlxf.checkpoint import lock
 from mindspeed_rlxf.checkpoint.checkpoints import RunCheckpoints
-from mindspeed_rlxf.checkpoint.recorder import Recorder
-from mindspeed_rlxf.checkpoint.stopping import StopRequest
 from mindspeed_rlxf.cluster.group import Pending
 from mindspeed_rlxf.cluster.refs import as_rows_field
 from mindspeed_rlxf.config.enums import OldLogProbs, Role
@@ -18,10 +16,12 @@ from mindspeed_rlxf.data.batch import ExperienceInputs
 from mindspeed_rlxf.device.peaks import find_peak
 from mindspeed_rlxf.reporting.metric_table import validation_score
 from mindspeed_rlxf.roles.all_roles import RoleGroups
-from mindspeed_rlxf.trainer import metrics as names
+from mindspeed_rlxf.trainer import metrics as iteration_metrics
 from mindspeed_rlxf.trainer.metrics import done_work, generation_flops, idle_metrics, phase_metrics
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
+from mindspeed_rlxf.trainer.recorder import Recorder
 from mindspeed_rlxf.trainer.samples import Samples, SampleStream
+from mindspeed_rlxf.trainer.stopping import StopRequest
 from mindspeed_rlxf.trainer.validation import Validator
 
 
@@ -190,20 +190,21 @@ class PpoTrainer:
         group_size = self.config.actor_rollout.n_samples_per_prompt
         measured = {
             **self.samples.metrics(samples),
-            **names.rollout_metrics(samples.responses()),
-            **names.agent_metrics(samples.taken.result()),
-            **(names.log_prob_metrics(old.result()) if old else {}),
-            **names.score_metrics(scores),
-            **names.source_metrics(scores, samples.data_sources()),
-            **names.group_metrics(scores, group_size),
-            **names.experience_metrics(phases["adv"].result(), self.kl.value),
+            **iteration_metrics.rollout_metrics(samples.responses()),
+            **iteration_metrics.agent_metrics(samples.taken.result()),
+            **(iteration_metrics.log_prob_metrics(old.result()) if old else {}),
+            **iteration_metrics.score_metrics(scores),
+            **iteration_metrics.source_metrics(scores, samples.data_sources()),
+            **iteration_metrics.group_metrics(scores, group_size),
+            **iteration_metrics.experience_metrics(phases["adv"].result(), self.kl.value),
         }
         for name, update in updates.items():
             role = name.removeprefix("update_")
-            measured |= names.update_metrics(role, update.result()[0])
+            measured |= iteration_metrics.update_metrics(role, update.result()[0])
         if "update_actor" in updates:
-            stood = measured["actor/lr"] == 0 or measured["actor/grad_norm"] == 0
-            self.rollout.moved = not (stood or measured.get("actor/skipped_steps"))
+            is_unchanged = measured["actor/lr"] == 0 or measured["actor/grad_norm"] == 0
+            was_skipped = measured.get("actor/skipped_steps")
+            self.rollout.moved = not (is_unchanged or was_skipped)
             # The KL of a policy that does not change is no reason to change the coefficient.
             if self.ref:
                 self.kl.update(measured["critic/kl"], self.config.samples_per_iteration)
@@ -214,12 +215,12 @@ class PpoTrainer:
         measured: dict[str, float] = {}
         if self.config.rollout.max_staleness:
             version = self.config.count_updates(self.iteration - 1)
-            measured |= names.staleness_metrics(samples.taken.result(), version)
+            measured |= iteration_metrics.staleness_metrics(samples.taken.result(), version)
         is_last = self.iteration == self.config.training.train_iters
         if self.config.lead and self._overlaps and not is_last:
             replies = [reply for call in training for reply in call.replies()]
             trained = max(reply.started + reply.seconds for reply in replies)
-            measured |= names.wait_metrics(self.samples.ended, trained)
+            measured |= iteration_metrics.wait_metrics(self.samples.ended, trained)
         return measured
 
     def _check_staleness(self, samples: Samples) -> None:
@@ -267,7 +268,7 @@ class PpoTrainer:
         subpool_sizes = {policy_pool: split} if split else None
         measured |= idle_metrics(phases, sizes, all_s, subpool_sizes)
         measured["throughput/computed_tokens"] = float(work.tokens)
-        measured |= names.throughput_metrics(reports, flops, all_s, num_devices, peak)
+        measured |= iteration_metrics.throughput_metrics(reports, flops, all_s, num_devices, peak)
         self.recorder.write_samples(
             self.iteration,
             self.actor,

@@ -17,7 +17,7 @@ from mindspeed_rlxf.agents.tools import show_tools, tool_schemas
 from mindspeed_rlxf.checkpoint.directory import RunDirectory, check_save_folders
 from mindspeed_rlxf.checkpoint.store import RunStore, check_chosen, check_resume
 from mindspeed_rlxf.config.enums import RewardKind, Role
-from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, find_disagreements, read_hf_config
+from mindspeed_rlxf.config.hf_config import WEIGHTS_FOLDER, find_disagreements, read_hf_config
 from mindspeed_rlxf.config.problems import MissingFile, Problem, UserError, closest
 from mindspeed_rlxf.config.rollout_section import AGENT_COLUMN, BY_ROW
 from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
@@ -280,7 +280,7 @@ def check_weights(config: RunConfig, role: Role) -> list[Problem]:
                 return _as_missing(problems, section.load)
             return []
         described = find_description(section.load, config.training.tokenizer_name_or_path)
-        hf_config = read_hf_config(described, OF_WEIGHTS)
+        hf_config = read_hf_config(described, WEIGHTS_FOLDER)
         rules = find_disagreements(section.architecture, hf_config, scored=head is Head.SCORE)
         if rules:
             fields = f"(field: model.{section.model}, config.json): {'; '.join(rules)}"
@@ -292,8 +292,8 @@ def check_weights(config: RunConfig, role: Role) -> list[Problem]:
             if role is Role.CRITIC and "score.weight" not in folder:
                 del expected["score.weight"]  # a language model; the head starts untrained
             tied = tied_names(section.architecture, head)
-            found = tensor_problems(section.load, folder, expected, head, tied)
-            rules = found[:3]  # they show which model it is
+            # The first three show which model it is.
+            rules = tensor_problems(section.load, folder, expected, head, tied)[:3]
     except ValueError as error:
         rules, remedy, path = [str(error)], "", Path(section.load)
         if not path.exists() and path.parts[-4:-1] == ("outputs", "tiny", "models"):
@@ -372,9 +372,12 @@ def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
             prepared.notices.append(Sandbox.choose(config.reward.sandbox).describe())
     except UserError as error:
         return error.problems
-    reward, train, val = config.reward, prepared.train_prompts, prepared.val_prompts
-    if problems := list(check_functions(reward)):
-        return problems
+    reward = config.reward
+    train = prepared.train_prompts
+    val = prepared.val_prompts
+    function_problems = list(check_functions(reward))
+    if function_problems:
+        return function_problems
     by_rule = reward.kind is RewardKind.RULE
     validated = val if by_rule or config.validation.reward is RewardKind.RULE else ()
     scored = chain(train, val) if by_rule else validated
@@ -389,24 +392,26 @@ def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
             if scores_row(reward, prompt.extra_info) and is_ruled:
                 yield prompt
 
-    found = manager.check(scored_by_rules())
-    if prepared.scores_in_processes and not found:
+    problems = manager.check(scored_by_rules())
+    if prepared.scores_in_processes and not problems:
         prepared.notices += manager.find_unparsed(scored_by_rules())
     if by_rule:
-        return found
-    remedy = "or use validation.reward=model"
+        return problems
+    by_model = "or use validation.reward=model"
     if not reward.scoring_functions:
-        alone = manager.check(validated)
-        return found or [replace(each, remedy=f"{each.remedy}, {remedy}") for each in alone]
+        if not problems:
+            for problem in manager.check(validated):
+                problems.append(replace(problem, remedy=f"{problem.remedy}, {by_model}"))
+        return problems
     rule = (
         "of the validation prompts must have a function in reward.functions, as "
         "validation.reward=rule leaves out the model"
     )
-    return found + [
-        Problem(f"data source {source!r}", rule, remedy=f"add one for it, {remedy}")
-        for source in dict.fromkeys(prompt.data_source for prompt in validated)
-        if not any(function.applies_to(source) for function in reward.scoring_functions)
-    ]
+    for source in dict.fromkeys(prompt.data_source for prompt in validated):
+        if not any(function.applies_to(source) for function in reward.scoring_functions):
+            remedy = f"add one for it, {by_model}"
+            problems.append(Problem(f"data source {source!r}", rule, remedy=remedy))
+    return problems
 
 
 def _check_agents(config: RunConfig, prepared: Prepared) -> list[Problem]:
@@ -423,9 +428,9 @@ def _check_agents(config: RunConfig, prepared: Prepared) -> list[Problem]:
         remedy = f"add the column {AGENT_COLUMN} to rows, or name an agent"
         return [Problem("rollout.agent", "must be named by some row", BY_ROW, remedy)]
     names -= {"", *AGENTS}
-    known = ", ".join(sorted(AGENTS)) or "none is registered"
+    registered = ", ".join(sorted(AGENTS)) or "none is registered"
     remedy = "add the file that registers it to training.plugins"
-    rule = f"must be {BY_ROW}, or one of {known}"
+    rule = f"must be {BY_ROW}, or one of {registered}"
     problems = []
     for name in sorted(names):
         key = "rollout.agent" if name == rollout.agent else f"column {AGENT_COLUMN}"
@@ -442,8 +447,8 @@ def _check_agents(config: RunConfig, prepared: Prepared) -> list[Problem]:
         try:
             prepared.notices += template.check()
         except ValueError as error:
-            rule, remedy = str(error), "give the tokenizer's folder a fitting one"
-            problems.append(Problem("training.tokenizer_name_or_path", rule, remedy=remedy))
+            remedy = "give the tokenizer's folder a fitting one"
+            problems.append(Problem("training.tokenizer_name_or_path", str(error), remedy=remedy))
     return problems
 
 
@@ -451,10 +456,10 @@ def _check_best_metric(config: RunConfig, prepared: Prepared) -> list[Problem]:
     """Return a problem if `best_metric` names a data source without validation prompts."""
     metric = config.validation.best_metric
     source = metric.removeprefix("val/").rpartition("/")[0]
-    known = list(dict.fromkeys(prompt.data_source for prompt in prepared.val_prompts))
-    if not known or not source or source in known:
+    sources = list(dict.fromkeys(prompt.data_source for prompt in prepared.val_prompts))
+    if not sources or not source or source in sources:
         return []
-    rule = f"must be a metric of a data source of the validation prompts ({', '.join(known)})"
-    near = closest(source, known) or known[0]
+    rule = f"must be a metric of a data source of the validation prompts ({', '.join(sources)})"
+    near = closest(source, sources) or sources[0]
     remedy = f"use val/{near}/{metric.rpartition('/')[2]}"
     return [Problem("validation.best_metric", rule, metric, remedy)]

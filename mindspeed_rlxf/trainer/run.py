@@ -20,9 +20,7 @@ from mindspeed_rlxf.checkpoint import supervised
 from mindspeed_rlxf.checkpoint.checkpoints import RunCheckpoints
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.checkpoint.lock import LockLost
-from mindspeed_rlxf.checkpoint.recorder import Recorder
 from mindspeed_rlxf.checkpoint.report_file import find_problem, write_report
-from mindspeed_rlxf.checkpoint.stopping import Stopped, StoppedByRule, StopRequest
 from mindspeed_rlxf.checkpoint.store import RunStore, hash_prompts, is_finished
 from mindspeed_rlxf.checkpoint.supervised import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from mindspeed_rlxf.cluster.errors import (
@@ -42,6 +40,8 @@ from mindspeed_rlxf.roles.reward import RewardsFailed
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
+from mindspeed_rlxf.trainer.recorder import Recorder
+from mindspeed_rlxf.trainer.stopping import Stopped, StoppedByRule, StopRequest
 from mindspeed_rlxf.trainer.validation import Validator, build_roles, validate_only
 from mindspeed_rlxf.weights.atomic import replace_file
 

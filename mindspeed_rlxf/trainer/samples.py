@@ -300,7 +300,7 @@ class SampleStream:
             return {}
         return {
             "rollout/gen_batches": len(samples.batch.passed) / self.batch_size,
-            "rollout/alike_groups": float(samples.batch.num_alike),
+            "rollout/alike_groups": float(samples.batch.num_equal),
         }
 
     def _note(self, call: Pending) -> Pending:
@@ -320,7 +320,7 @@ class SampleStream:
             self.stream.add([Group.draw(rows, self._draws_greedy)])
 
     def _note_slice(self, call: Pending) -> None:
-        """Note what a slice has ended; with `filter_groups` also what is alike."""
+        """Note what a slice has ended; with `filter_groups` also whose scores are equal."""
         ended = self._note_ended(call) if self._reads_slices else self._end_everything()
         if not self.algorithm.filter_groups:
             return
@@ -382,7 +382,7 @@ class SampleStream:
         return Scored(groups, taken, scored)
 
     def _read(self, scored: Scored) -> None:
-        """Wait for scores, and note which groups are alike, as in DAPO.
+        """Wait for scores, and note which groups have equal scores, as in DAPO.
 
         arXiv:2503.14476, section 3.2. Scores are compared after shaping; penalties (missing EOS,
         length, KL) do not count, because any two responses differ in them, nor do unscored
@@ -447,10 +447,12 @@ class SampleStream:
             self._add_greedy([group for group in groups if group.has_samples])
         if not self.algorithm.filter_groups:
             return
-        known = [group for group in groups if group.is_alike is not None]
+        known = [group for group in groups if group.has_equal_scores is not None]
         if known:
             self._score(known)
-        self._due = [group for group in groups if group.has_ended and group.is_alike is None]
+        self._due = [
+            group for group in groups if group.has_ended and group.has_equal_scores is None
+        ]
 
 
 def _find_rows(scored: Sequence[Scored], groups: Sequence[Group]) -> list[int]:

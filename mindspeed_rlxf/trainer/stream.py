@@ -21,13 +21,13 @@ class Group:
         prompts: A row for each sample.
         unfinished: Ids of the samples whose responses have not ended.
         greedy_is_missing: Whether a greedy response to the prompt has not ended.
-        is_alike: Whether all its scores are equal; None = not known.
+        has_equal_scores: Whether all its scores are equal; None = not known.
     """
 
     prompts: Prompts
     unfinished: set[int] = field(default_factory=set)
     greedy_is_missing: bool = False
-    is_alike: bool | None = None
+    has_equal_scores: bool | None = None
 
     @classmethod
     def draw(cls, prompts: Prompts, with_greedy: bool) -> Group:
@@ -76,17 +76,18 @@ class Batch:
     passed: list[Group]
 
     @property
-    def num_alike(self) -> int:
-        """Trained groups although all their scores are equal."""
-        return sum(bool(group.is_alike) for group in self.groups)
+    def num_equal(self) -> int:
+        """Trained groups whose scores are all equal, so that their advantages are 0."""
+        return sum(bool(group.has_equal_scores) for group in self.groups)
 
 
 class GroupStream:
     """The groups that were drawn and not trained.
 
     A batch is the next `batch_size` groups. With `filters` it is the next `batch_size` groups whose
-    scores differ, once all groups before the last of them have ended and are scored; groups alike
-    are dropped. After `max_groups` groups without enough that differ, the first ones alike fill it.
+    scores differ, once all groups before the last of them have ended and are scored; groups of
+    equal scores are dropped. After `max_groups` groups without enough that differ, the first of
+    these fill it.
     """
 
     def __init__(
@@ -100,39 +101,40 @@ class GroupStream:
 
         Args:
             batch_size: Groups of a batch.
-            batches_in_flight: Batches' worth of groups, not known to be alike, to hold.
-            filters: Whether groups alike are dropped.
+            batches_in_flight: Batches' worth of groups to hold, not counting those known to have
+                equal scores.
+            filters: Whether groups of equal scores are dropped.
             max_groups: Most groups for one batch; None = no limit.
         """
         self.batch_size, self.batches_in_flight = batch_size, batches_in_flight
         self.filters, self.max_groups = filters, max_groups
         self.groups: deque[Group] = deque()  # the oldest first
         self._by_id: dict[int, Group] = {}  # by the ids of their samples
-        self._num_alike = 0  # groups that are known to be alike
+        self._num_equal = 0  # groups whose scores are known to be equal
 
     def add(self, groups: Iterable[Group]) -> None:
         """Append groups that were drawn."""
         for group in groups:
             self.groups.append(group)
             self._by_id |= dict.fromkeys(group.prompts.sample_ids, group)
-            self._num_alike += bool(group.is_alike)
+            self._num_equal += bool(group.has_equal_scores)
 
     def find(self, sample_id: int) -> Group | None:
         """Return the group of a sample, None if it is not in the stream."""
         return self._by_id.get(sample_id)
 
-    def note_scores(self, group: Group, is_alike: bool) -> None:
+    def note_scores(self, group: Group, has_equal_scores: bool) -> None:
         """Note whether all scores of a group are equal."""
-        assert group.is_alike is None, "a group is scored once"
-        group.is_alike = is_alike
-        self._num_alike += is_alike
+        assert group.has_equal_scores is None, "a group is scored once"
+        group.has_equal_scores = has_equal_scores
+        self._num_equal += has_equal_scores
 
     def num_missing(self, batches_left: int) -> int:
         """Return how many groups to draw now; `batches_left` batches will still be trained.
 
         So many that the groups in the stream form `batches_in_flight` batches if all that are not
         scored yet differ. Then no group is trained later than in the last of these, as a group
-        found alike only brings those behind it forward.
+        found to have equal scores only brings those behind it forward.
         """
         target = min(self.batches_in_flight, batches_left)
         num_batches, num_differing, num_groups = self._divide()
@@ -150,13 +152,13 @@ class GroupStream:
         are.
         """
         if self.max_groups is None:
-            num_useful = len(self.groups) - self._num_alike
+            num_useful = len(self.groups) - self._num_equal
             num_batches, num_differing = divmod(num_useful, self.batch_size)
             return num_batches, num_differing, num_differing
         num_batches = num_differing = num_groups = 0
         for group in self.groups:
             num_groups += 1
-            num_differing += not group.is_alike
+            num_differing += not group.has_equal_scores
             if num_differing == self.batch_size or num_groups == self.max_groups:
                 num_batches += 1
                 num_differing = num_groups = 0
@@ -167,13 +169,13 @@ class GroupStream:
         passed: list[Group] = []
         num_differing = 0
         for group in self.groups:
-            is_known = group.is_alike is not None or not self.filters
+            is_known = group.has_equal_scores is not None or not self.filters
             if not (group.has_ended and is_known):
                 return None
             passed.append(group)
-            num_differing += not group.is_alike
+            num_differing += not group.has_equal_scores
             if num_differing == self.batch_size:
-                return Batch([each for each in passed if not each.is_alike], passed)
+                return Batch([each for each in passed if not each.has_equal_scores], passed)
             if len(passed) == self.max_groups:
                 return Batch(self._fill(passed, self.batch_size - num_differing), passed)
         return None
@@ -182,9 +184,9 @@ class GroupStream:
         """Return the differing groups and the first `num_filled` others, in order."""
         chosen = []
         for group in passed:
-            if group.is_alike:
+            if group.has_equal_scores:
                 num_filled -= 1
-            if not group.is_alike or num_filled >= 0:
+            if not group.has_equal_scores or num_filled >= 0:
                 chosen.append(group)
         return chosen
 
@@ -193,18 +195,18 @@ class GroupStream:
         for group in batch.passed:
             assert self.groups[0] is group, "batches are trained in the order of drawing"
             self.groups.popleft()
-            self._num_alike -= bool(group.is_alike)
+            self._num_equal -= bool(group.has_equal_scores)
             for sample_id in group.prompts.sample_ids:
                 del self._by_id[sample_id]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return, for each group in order, what has ended and whether it is alike (JSON)."""
+        """Return, for each group in order, what has ended and whether scores are equal (JSON)."""
         return {
             "groups": [
                 {
                     "unfinished": sorted(group.unfinished),
                     "greedy_is_missing": group.greedy_is_missing,
-                    "is_alike": group.is_alike,
+                    "is_alike": group.has_equal_scores,
                 }
                 for group in self.groups
             ]

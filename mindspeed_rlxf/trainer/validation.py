@@ -10,7 +10,6 @@ import numpy as np
 
 from mindspeed_rlxf.checkpoint.checkpoints import RunCheckpoints
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
-from mindspeed_rlxf.checkpoint.recorder import Recorder
 from mindspeed_rlxf.cluster.interface import Runtime
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.schema import RunConfig, ValidationConfig
@@ -23,6 +22,7 @@ from mindspeed_rlxf.roles.reward import check_failures
 from mindspeed_rlxf.roles.rollout import Sampling
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.prompt_source import as_rows
+from mindspeed_rlxf.trainer.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Scored:
         """
         if pass_score is not None:
             return self.score >= pass_score
-        return (self._accuracies() or [self.score])[0] > 0
+        accuracies = self._accuracies()
+        return (accuracies[0] if accuracies else self.score) > 0
 
     @property
     def has_partial_credit(self) -> bool:
@@ -83,8 +84,12 @@ def best_at_k(scores: Sequence[float], k: int) -> float:
     """
     if any(math.isnan(score) for score in scores):
         return math.nan
-    weights = [math.comb(i, k - 1) / math.comb(len(scores), k) for i in range(len(scores))]
-    return sum(w * score for w, score in zip(weights, sorted(scores), strict=True) if w)
+    expected = 0.0
+    for rank, score in enumerate(sorted(scores)):
+        weight = math.comb(rank, k - 1) / math.comb(len(scores), k)
+        if weight:  # else inf * 0 would be NaN
+            expected += weight * score
+    return expected
 
 
 def majority_score(answers: Sequence[str | None], scores: Sequence[float]) -> float:
@@ -97,12 +102,13 @@ def majority_score(answers: Sequence[str | None], scores: Sequence[float]) -> fl
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
         return sum(scores) / len(scores)
-    most = max(votes.values())
-    winners = [answer for answer, count in votes.items() if count == most]
-    by_answer: dict[str | None, list[float]] = defaultdict(list)
+    max_votes = max(votes.values())
+    winners = [answer for answer, num_votes in votes.items() if num_votes == max_votes]
+    scores_of_answer: dict[str | None, list[float]] = defaultdict(list)
     for answer, score in zip(answers, scores, strict=True):
-        by_answer[answer].append(score)
-    return sum(sum(by_answer[winner]) / most for winner in winners) / len(winners)
+        scores_of_answer[answer].append(score)
+    means = [sum(scores_of_answer[winner]) / max_votes for winner in winners]
+    return sum(means) / len(winners)
 
 
 def measure(
@@ -121,15 +127,19 @@ def measure(
     """
     values: dict[str, list[float]] = defaultdict(list)
     for group, source in zip(groups, data_sources, strict=True):
-        scored = [each for each in group if each.is_scored]
-        for each in scored:
-            named = {"score": each.score, "response_length": float(each.length), **each.parts}
-            for name, value in named.items():
+        scored = [response for response in group if response.is_scored]
+        for response in scored:
+            named_values: dict[str, float | str] = {
+                "score": response.score,
+                "response_length": float(response.length),
+                **response.parts,
+            }
+            for name, value in named_values.items():
                 if not isinstance(value, str):
                     values[f"val/{source}/{name}"].append(value)
-        for name, value in _measure_prompt(scored, len(group), config).items():
-            values[f"val/{source}/{name}"].append(value)
-    return {name: sum(found) / len(found) for name, found in values.items()}
+        for name, metric in _measure_prompt(scored, len(group), config).items():
+            values[f"val/{source}/{name}"].append(metric)
+    return {name: sum(to_average) / len(to_average) for name, to_average in values.items()}
 
 
 def _measure_prompt(group: Sequence[Scored], n: int, config: ValidationConfig) -> dict[str, float]:
@@ -139,13 +149,17 @@ def _measure_prompt(group: Sequence[Scored], n: int, config: ValidationConfig) -
     """
     if not group:
         return {}
-    scores, sizes = [each.score for each in group], [k for k in config.sizes if k <= len(group)]
-    num_right = sum(each.is_right(config.pass_score) for each in group)
-    found = {f"mean@{n}": sum(scores) / len(group)}
-    found |= {f"best@{k}": best_at_k(scores, k) for k in sizes}
-    found |= {f"pass@{k}": pass_at_k(len(group), num_right, k) for k in sizes}
-    found[f"maj@{n}"] = majority_score([each.answer for each in group], scores)
-    return {name: value for name, value in found.items() if name in config.metrics}
+    scores = [response.score for response in group]
+    answers = [response.answer for response in group]
+    num_right = sum(response.is_right(config.pass_score) for response in group)
+    metrics = {f"mean@{n}": sum(scores) / len(group)}
+    sizes = [k for k in config.sizes if k <= len(group)]
+    for k in sizes:
+        metrics[f"best@{k}"] = best_at_k(scores, k)
+    for k in sizes:
+        metrics[f"pass@{k}"] = pass_at_k(len(group), num_right, k)
+    metrics[f"maj@{n}"] = majority_score(answers, scores)
+    return {name: value for name, value in metrics.items() if name in config.metrics}
 
 
 class Validator:
@@ -159,8 +173,10 @@ class Validator:
     def __init__(
         self, config: RunConfig, roles: RoleGroups, prompts: Sequence[Prompt], recorder: Recorder
     ) -> None:
-        self.config, self.roles, self.recorder = config.validation, roles, recorder
+        self.config = config.validation
         self.reward = config.reward
+        self.roles = roles
+        self.recorder = recorder
         # Not that of training, because sample ids of validation are also those of training.
         self.seed = int(np.random.SeedSequence([config.training.seed, 1]).generate_state(1)[0])
         size = self.config.n_samples
@@ -193,24 +209,28 @@ class Validator:
             self.roles.rollout.update_weights(self.roles.actor, version)
             generated = self.roles.rollout.generate(self._padded, self.seed, Sampling.VALIDATION)
             rollouts = generated.rows()
-            by_rule = self.config.reward is RewardKind.RULE
-            reward = self.roles.reward
-            scored = reward.score_by_rule(rollouts) if by_rule else reward.score(rollouts)
+            if self.config.reward is RewardKind.RULE:
+                scored = self.roles.reward.score_by_rule(rollouts)
+            else:
+                scored = self.roles.reward.score(rollouts)
             generation = generated.result()
             failures = [failure for report in generation for failure in report.agent_failures]
             check_failures(failures, self.reward.max_failed)
             lengths = [n for report in generation for n in report.response_lengths]
             reports = scored.result()
-        scores = [score for report in reports for score in report.scores]
-        parts = [part for report in reports for part in report.parts] or [{}] * len(scores)
-        answers = [a for report in reports for a in report.answers] or [None] * len(scores)
-        are_scored = [each for report in reports for each in report.is_scored]
-        found = list(map(Scored, scores, lengths, parts, answers, are_scored))
+        responses: list[Scored] = []
+        for report in reports:
+            is_scored = report.is_scored
+            for i, score in enumerate(report.scores):
+                parts = report.parts[i] if report.parts else {}
+                answer = report.answers[i] if report.answers else None
+                length = lengths[len(responses)]
+                responses.append(Scored(score, length, parts, answer, is_scored[i]))
         for row, failure in enumerate(failures):
             if failure is not None:  # left out, the others' mean would be the higher for it
-                found[row] = Scored(self.reward.failed_score, lengths[row])
-        del found[self.prompts.num_rows :]
-        has_partial = any(each.has_partial_credit for each in found)
+                responses[row] = Scored(self.reward.failed_score, lengths[row])
+        del responses[self.prompts.num_rows :]
+        has_partial = any(response.has_partial_credit for response in responses)
         if has_partial and self.config.pass_score is None and "pass@1" in self.config.metrics:
             self.recorder.console.warn_once(
                 "pass_score",
@@ -218,24 +238,26 @@ class Validator:
                 "`accuracy`; return one, or set validation.pass_score",
             )
         size = self.config.n_samples
-        groups = [found[i : i + size] for i in range(0, len(found), size)]
+        groups = [responses[i : i + size] for i in range(0, len(responses), size)]
         metrics = measure(groups, self.prompts.data_sources[::size], self.config)
         metrics["timing/val"] = generated.seconds + scored.seconds
         if any(record is not None for report in generation for record in report.records):
-            num_failed = sum(failure is not None for failure in failures[: len(found)])
+            num_failed = sum(failure is not None for failure in failures[: len(responses)])
             metrics["val/agent_failures"] = float(num_failed)
         self.recorder.write_validation(iteration, metrics, own_line)
-        about = [
-            {
+        about = []
+        for row, response in enumerate(responses):
+            fields = {
                 "data_source": self.prompts.data_sources[row],
                 "ground_truth": self.prompts.ground_truths[row],
                 "extra_info": self.prompts.extra_infos[row],
                 "prompt_id": row // size,
-                "answer": each.answer,
+                "answer": response.answer,
             }
-            for row, each in enumerate(found)
-        ]
-        self.recorder.write_samples(iteration, self.roles.actor, rollouts, reports, about, True)
+            about.append(fields)
+        self.recorder.write_samples(
+            iteration, self.roles.actor, rollouts, reports, about, validates=True
+        )
         return metrics
 
 

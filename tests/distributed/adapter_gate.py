@@ -73,21 +73,42 @@ class Gate:
 
         Those of training, those of generation's steps, and those it scores in one pass.
         """
-        prompts = [np.asarray(tokens) for tokens in rollouts.prompt_tokens()] * DRAWN
-        unscored = [""] * len(prompts)
-        asked = Prompts(list(range(len(prompts))), prompts, unscored, unscored, [])
-        requests = make_requests(asked, self.settings, seed=5)
+        asked = ask(rollouts)
         report = []
         for version, size in enumerate(sizes):
             self.set_adapters(size)
             self.take(version, version == 0)
-            self.rollout.wake()
-            drawn = gather_rollouts(asked, list(self.rollout.generate(requests)))
-            scored = self.rollout.score(prompts, drawn.response_tokens())
-            self.rollout.sleep()
+            drawn, scored = self._draw(asked)
             trained = self.engine.log_probs(drawn, 1.0)
             if trained is not None:
                 mask = drawn.trained_mask
                 log_probs = trained.log_probs[mask], drawn.rollout_log_probs[mask]
                 report.append((*(each.tolist() for each in log_probs), np.concatenate(scored)))
         return RoleOutput(report=report)
+
+    def first_log_probs(self, rollouts: Rollouts) -> RoleOutput:
+        """Report log-probs [prompt, drawn response] of first tokens: of training, of generation."""
+        asked = ask(rollouts)
+        self.take(0, True)
+        drawn, _ = self._draw(asked)
+        trained = self.engine.log_probs(drawn, 1.0)
+        if trained is None:
+            return RoleOutput(report=None)
+        both = trained.log_probs, drawn.rollout_log_probs
+        return RoleOutput(report=[each[:, 0].view(DRAWN, -1).t().tolist() for each in both])
+
+    def _draw(self, asked: Prompts) -> tuple[Rollouts, list[Any]]:
+        """Draw responses; also return their log-probs as the engine scores them in one pass."""
+        self.rollout.wake()
+        requests = make_requests(asked, self.settings, seed=5)
+        drawn = gather_rollouts(asked, list(self.rollout.generate(requests)))
+        scored = self.rollout.score(asked.token_ids, drawn.response_tokens())
+        self.rollout.sleep()
+        return drawn, scored
+
+
+def ask(rollouts: Rollouts) -> Prompts:
+    """Return the prompts, DRAWN times one after the other."""
+    prompts = [np.asarray(tokens) for tokens in rollouts.prompt_tokens()] * DRAWN
+    unscored = [""] * len(prompts)
+    return Prompts(list(range(len(prompts))), prompts, unscored, unscored, [])

@@ -57,15 +57,15 @@ class WatchedRollout(RolloutRole):
         """Generate, or score `given` responses. taken: results until the caller has enough"""
         engine, announced = self.replica.engine, []
         assert isinstance(engine, NativeRollout)
-        rounds, grouped = engine.source.rounds, list[bool]()
-        announce, begin = type(rounds).announce, type(rounds).begin
-        rounds.announce = lambda tokens: announced.append(announce(rounds, tokens))  # type: ignore[method-assign]
+        expert_sync, grouped = engine.source.expert_sync, list[bool]()
+        announce, begin = type(expert_sync).announce, type(expert_sync).begin
+        expert_sync.announce = lambda tokens: announced.append(announce(expert_sync, tokens))  # type: ignore[method-assign]
 
         def begin_and_look() -> None:
-            begin(rounds)
-            grouped.extend(layer.weights is not None for layer in rounds.layers)
+            begin(expert_sync)
+            grouped.extend(layer.weights is not None for layer in expert_sync.layers)
 
-        rounds.begin = begin_and_look  # type: ignore[method-assign]
+        expert_sync.begin = begin_and_look  # type: ignore[method-assign]
         engine.wake()
         awake = sum(p.numel() for p in engine.model.parameters())
         storages = [StorageWeakRef(p.untyped_storage()) for p in engine.model.parameters()]
@@ -97,9 +97,9 @@ class WatchedRollout(RolloutRole):
         Report: tokens and log-probs, and the passes that each slice computed or served.
         """
         engine, found, passes = self.replica.engine, dict[int, Any](), list[int]()
-        rounds, announced = engine.source.rounds, []  # type: ignore[attr-defined]
-        announce = type(rounds).announce
-        rounds.announce = lambda tokens: announced.append(announce(rounds, tokens))
+        expert_sync, announced = engine.source.expert_sync, []  # type: ignore[attr-defined]
+        announce = type(expert_sync).announce
+        expert_sync.announce = lambda tokens: announced.append(announce(expert_sync, tokens))
         engine.wake()
         engine.add(make_requests(prompts, self.settings[Sampling.TRAINING], SEED))
         for number in range(SLICES):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
-from mindspeed_rlxf.checkpoint.stopping import StoppedByRule, StopRequest
+from mindspeed_rlxf.trainer.stopping import StoppedByRule, StopRequest
 from tests.golden.runs import golden_config
 from tests.training import run
 

@@ -52,11 +52,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
+@pytest.mark.parametrize("name", ["grpo", "ppo", "agent_ppo"])
 def test_two_iterations_train_and_are_reported(folder: Path, name: str) -> None:
     words = ["--config-dir", "examples/smollm2", "--config-name", name, *SHORT]
     words.append(f"training.output_dir={name}")
-    words += ["critic.warmup_iters=1"] * (name == "ppo")
+    words += ["critic.warmup_iters=1"] * (name != "grpo")
     done = python(str(ROOT / "ray_gpt.py"), *words, folder=folder, timeout_s=900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     norms = [line.get("actor/grad_norm", 0.0) for line in read_metrics(folder / name)]
@@ -66,6 +66,20 @@ def test_two_iterations_train_and_are_reported(folder: Path, name: str) -> None:
     assert any("=" in sample["response"] for sample in samples)
     report = python("examples/tiny/report.py", name, folder=folder, timeout_s=60)
     assert report.returncode == 0 and "truth" in report.stdout
+
+
+def test_the_policy_learns_when_to_call_its_calculator(folder: Path) -> None:
+    words = [
+        "--config-dir", "examples/smollm2", "--config-name", "agent", "device.kind=cpu",
+        "runtime=local", "resource_pool.main=1", "training.output_dir=agent",
+        "training.train_iters=4", "data.val_files=outputs/smollm2/calculator_test.jsonl",
+    ]  # fmt: skip
+    done = python(str(ROOT / "ray_gpt.py"), *words, folder=folder, timeout_s=1800)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    name = "val/calculator/pass@1"
+    accuracies = [line[name] for line in read_metrics(folder / "agent") if name in line]
+    assert accuracies[0] < 0.7
+    assert accuracies[-1] >= 0.85
 
 
 def test_the_bring_up_repeats_its_recorded_numbers(folder: Path) -> None:

@@ -141,7 +141,7 @@ def _translate_data(raw: RawConfig) -> None:
     if path:
         raw.move(path, _parse_prefixes(raw, path, value), "data.data_path")
         if data.get("overlong_prompts") is None:
-            meaning = "prompts over max_prompt_length are dropped (MindSpeed-LLM cut off their end)"
+            meaning = "prompts over max_prompt_length are dropped (MindSpeed-LLM truncated them)"
             raw.note(meaning, "data.overlong_prompts=drop")
         overlong = OverlongPrompts.DROP.value
         set_default(data, default_data_source="prompts", overlong_prompts=overlong)

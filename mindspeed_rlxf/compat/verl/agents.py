@@ -22,4 +22,4 @@ def convert_agents(keys: Translation) -> None:
     put("rollout.max_turns", get(MAX_TURNS) or get("data.max_response_length"), MAX_TURNS)
     put("rollout.max_tool_response_length", get(MAX_LENGTH), MAX_LENGTH)
     if get(SIDE) != "middle":
-        keys.note("of a long result the middle is cut out", SIDE)
+        keys.note("long results are truncated in the middle", SIDE)

@@ -13,8 +13,6 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +25,12 @@ from mindspeed_rlxf.compat.mindspeed_llm.translate import translate
 from mindspeed_rlxf.compat.verl.files import is_verl
 from mindspeed_rlxf.compat.verl.managers import SELECT, DataProto as DataProto, overrides_call
 from mindspeed_rlxf.compat.verl.translate import translate_verl
+from mindspeed_rlxf.compat.verl.workers import (
+    WORKER_CLASSES,
+    ResourcePoolManager as ResourcePoolManager,
+    Role as Role,
+    assign_workers,
+)
 from mindspeed_rlxf.config import enums
 from mindspeed_rlxf.config.keys import to_tree
 from mindspeed_rlxf.config.load import resolve_raw
@@ -42,52 +46,13 @@ from mindspeed_rlxf.rewards.rules import RULES
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.roles.own_roles import OWN_ROLES
-from mindspeed_rlxf.roles.reference import ReferenceRole
 from mindspeed_rlxf.roles.reward import RewardRole
-from mindspeed_rlxf.roles.rollout import RolloutRole
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 
 ActorRolloutRefWorker = ActorRole
 """verl's name; it stands for the rollout and the reference too."""
 CriticWorker = CriticRole
 RewardModelWorker = RewardRole
-
-ACTOR, ROLLOUT, RULE = enums.Role.ACTOR_ROLLOUT, enums.Role.ROLLOUT, enums.RewardKind.RULE
-CLASSES: dict[enums.Role, type] = {
-    ACTOR: ActorRole, ROLLOUT: RolloutRole, enums.Role.CRITIC: CriticRole,
-    enums.Role.REF: ReferenceRole, enums.Role.REWARD: RewardRole,
-}  # fmt: skip
-
-
-RENAMED_METHODS = {
-    "update_actor": "loss(log_probs, old_log_probs, advantages, clip, lengths)",
-    "compute_log_prob": "log_probs(rollouts)",
-    "compute_ref_log_prob": "log_probs(rollouts)",
-    "generate_sequences": "generate of a class registered with register_rollout_engine",
-    "compute_values": "values(rollouts)",
-    "update_critic": "loss(experience, rows, values)",
-    "compute_rm_score": "score(rollouts)",
-}
-"""Method of verl's workers, which nothing calls here -> what to override."""
-
-
-class Role(Enum):
-    """What a group of workers does; the value says which of our roles. `Role(3)` is verl's."""
-
-    Actor = (ACTOR,)
-    Rollout = (ROLLOUT,)
-    ActorRollout = (ACTOR, ROLLOUT)
-    Critic = (enums.Role.CRITIC,)
-    RefPolicy = (enums.Role.REF,)
-    RewardModel = (enums.Role.REWARD,)
-    ActorRolloutRef = (ACTOR, ROLLOUT, enums.Role.REF)
-
-    @classmethod
-    def _missing_(cls, value: object) -> "Role | None":
-        members = list(cls)
-        if isinstance(value, int) and 0 <= value < len(members):
-            return members[value]
-        return None
 
 
 class RayWorkerGroup:
@@ -96,14 +61,6 @@ class RayWorkerGroup:
 
 class NVMegatronRayWorkerGroup(RayWorkerGroup):
     """The same for Megatron, which the actor must then have as `backend`."""
-
-
-@dataclass(frozen=True)
-class ResourcePoolManager:
-    """Pools by name, each with the processes of its nodes, and each role's pool."""
-
-    resource_pool_spec: Mapping[str, Sequence[int]]
-    mapping: Mapping[Role, str]
 
 
 class RewardManager:
@@ -130,8 +87,10 @@ class RewardManager:
                 function that the script selects, else the data source's rule.
             reward_fn_key: Column of the data source.
         """
-        self.tokenizer, self.num_examine = tokenizer, num_examine
-        self.compute_score, self.reward_fn_key = compute_score, reward_fn_key
+        self.tokenizer = tokenizer
+        self.num_examine = num_examine
+        self.compute_score = compute_score
+        self.reward_fn_key = reward_fn_key
         frame = inspect.currentframe()
         while frame is not None and frame.f_code.co_filename == __file__:
             frame = frame.f_back
@@ -139,13 +98,15 @@ class RewardManager:
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
         """Print the first samples of each data source, after scoring; return all scores."""
-        shown: Counter[str | None] = Counter()
+        num_of_source: Counter[str | None] = Counter()
         for sample in samples:
-            shown[sample.data_source] += 1
-            if shown[sample.data_source] <= self.num_examine:
-                for name in ("prompt", "response", "ground_truth", "score"):
-                    if (value := getattr(sample, name)) is not None:
-                        print(f"[{name}] {value}")
+            num_of_source[sample.data_source] += 1
+            if num_of_source[sample.data_source] > self.num_examine:
+                continue
+            for name in ("prompt", "response", "ground_truth", "score"):
+                value = getattr(sample, name)
+                if value is not None:
+                    print(f"[{name}] {value}")
         return [sample.score for sample in samples]
 
 
@@ -176,8 +137,10 @@ def _namespace(name: str) -> SimpleNamespace:
     return SimpleNamespace(compute_score=compute_score)
 
 
-gsm8k, math = _namespace("gsm8k"), _namespace("math")
-"""verl's modules of these names in reward_score."""
+gsm8k = _namespace("gsm8k")
+"""verl's module of this name in reward_score."""
+math = _namespace("math")
+"""verl's module of this name in reward_score."""
 
 
 class RayPPOTrainer:
@@ -216,45 +179,55 @@ class RayPPOTrainer:
             folder = training.get("output_dir") or f"outputs/{training.get('run_name', 'library')}"
             saved = Path(os.path.expanduser(f"{folder}.tokenizer")).absolute()
             training["tokenizer_name_or_path"] = save_changed_tokenizer(tokenizer, saved)
-        function, other = map(_reward_key, (reward_fn, val_reward_fn))
+        function = _reward_key(reward_fn)
+        val_function = _reward_key(val_reward_fn)
         if function:
             if "tokenizer" in function.get("arguments", {}):
                 function["arguments"]["tokenizer"] = training["tokenizer_name_or_path"]
-                if other and other["function"] == function["function"]:
-                    other = function  # whose num_examine may differ
+                if val_function and val_function["function"] == function["function"]:
+                    val_function = function  # whose num_examine may differ
             raw.sections["reward"]["function"] = function
-        self.reward_fns = tuple(map(_printer, (reward_fn, val_reward_fn)))
+        self.reward_fns = (_printer(reward_fn), _printer(val_reward_fn))
         _join_connected(raw)
-        self.classes = _assign(raw, role_worker_mapping, resource_pool_manager)
+        self.classes = assign_workers(raw, role_worker_mapping, resource_pool_manager)
         self.config, notes = resolve_raw(raw, "library")
-        rules = [
-            f"role_worker_mapping must have a worker for {role.value}"
-            for role in self.config.roles
-            if role not in self.classes
-            and not (role is enums.Role.REWARD and self.config.reward.kind is RULE)
-        ]
-        if other not in (None, function):
-            rules.append("val_reward_fn must have the compute_score of reward_fn, or none")
+        problems = self._find_missing_workers()
+        if val_function not in (None, function):
+            rule = "val_reward_fn must have the compute_score of reward_fn, or none"
+            problems.append(Problem("", rule))
         is_megatron = issubclass(ray_worker_group_cls, NVMegatronRayWorkerGroup)
         if is_megatron and self.config.actor_rollout.backend == "fsdp":
-            rules.append("ray_worker_group_cls must be RayWorkerGroup with FSDP")
-        if rules:
-            raise ConfigError([Problem("", rule) for rule in rules])
+            problems.append(Problem("", "ray_worker_group_cls must be RayWorkerGroup with FSDP"))
+        if problems:
+            raise ConfigError(problems)
         for note in notes:
             print(f"note: {note}", flush=True)
+
+    def _find_missing_workers(self) -> list[Problem]:
+        """Return a problem for each role of the run without a worker; a rule needs none."""
+        problems = []
+        for role in self.config.roles:
+            is_rule = role is enums.Role.REWARD and self.config.reward.kind is enums.RewardKind.RULE
+            if role not in self.classes and not is_rule:
+                rule = f"role_worker_mapping must have a worker for {role.value}"
+                problems.append(Problem("", rule))
+        return problems
 
     def init_workers(self) -> None:
         """Check files, make the run directory, start the workers; UserError for mistakes before.
 
         A run that is finished already, or only validates, ends here. Raises SystemExit as `fit`.
         """
-        own = {role: c for role, c in self.classes.items() if c is not CLASSES[role]}
-        OWN_ROLES.update(own)
+        user_classes = {}
+        for role, worker in self.classes.items():
+            if worker is not WORKER_CLASSES[role]:
+                user_classes[role] = worker
+        OWN_ROLES.update(user_classes)
         self._steps = self._run()
         try:
             self.trainer = next(self._steps, None)
         finally:
-            for role in own:
+            for role in user_classes:
                 del OWN_ROLES[role]
 
     def fit(self) -> None:
@@ -288,24 +261,30 @@ def _reward_key(manager: Any) -> dict[str, Any] | None:
     """
     if manager is None:
         return None
-    own = type(manager)
-    select: Any = getattr(own, SELECT, None)
-    if own is not RewardManager and (overrides_call(own) or select is not None):
-        method = own.__call__ if overrides_call(own) else inspect.unwrap(select)
+    manager_class = type(manager)
+    select: Any = getattr(manager_class, SELECT, None)
+    has_own_call = overrides_call(manager_class)
+    if manager_class is not RewardManager and (has_own_call or select is not None):
+        method = manager_class.__call__ if has_own_call else inspect.unwrap(select)
         file = method.__code__.co_filename
-        return {"function": f"{file}:{own.__qualname__}", "arguments": _constructor(manager, file)}
+        return {
+            "function": f"{file}:{manager_class.__qualname__}",
+            "arguments": _constructor_arguments(manager, file),
+        }
     if not isinstance(manager, RewardManager):
-        rule = "must be a RewardManager, or a class with its methods __call__ or "
-        raise ConfigError(Problem("reward_fn", rule + SELECT, own.__name__, "use one"))
+        rule = f"must be a RewardManager, or a class with its methods __call__ or {SELECT}"
+        raise ConfigError(Problem("reward_fn", rule, manager_class.__name__, "use one"))
     function = manager.compute_score
     if function is not None:
-        partly = (
-            function if isinstance(function, functools.partial) else functools.partial(function)
-        )
-        if partly.args:
-            rule, remedy = "must have its arguments by name", "use partial(function, name=value)"
-            raise ConfigError(Problem("compute_score", rule, remedy=remedy))
-        return {"function": _file_of(partly.func), "arguments": dict(partly.keywords)}
+        keywords = {}
+        if isinstance(function, functools.partial):
+            if function.args:
+                rule = "must have its arguments by name"
+                remedy = "use partial(function, name=value)"
+                raise ConfigError(Problem("compute_score", rule, remedy=remedy))
+            keywords = dict(function.keywords)
+            function = function.func
+        return {"function": _file_of(function), "arguments": keywords}
     if _defines(manager.script, SELECT):
         return {"function": f"{manager.script}:{SELECT}"}
     return None
@@ -314,7 +293,8 @@ def _reward_key(manager: Any) -> dict[str, Any] | None:
 def _file_of(function: Callable[..., Any]) -> str:
     """Return a function as `file.py:name`; ConfigError if it is in no file."""
     unwrapped = inspect.unwrap(function)
-    name, code = getattr(unwrapped, "__qualname__", "<"), getattr(unwrapped, "__code__", None)
+    name = getattr(unwrapped, "__qualname__", "<")  # of a lambda "<lambda>"
+    code = getattr(unwrapped, "__code__", None)
     if "<" in name or code is None or not code.co_filename.endswith(".py"):
         rule = "must be a function of a Python file, at its top level"
         raise ConfigError(Problem("compute_score", rule, name, "write it there"))
@@ -328,7 +308,7 @@ def _defines(file: str, name: str) -> bool:
     return any(isinstance(node, ast.FunctionDef) and node.name == name for node in body)
 
 
-def _constructor(manager: Any, file: str) -> dict[str, Any]:
+def _constructor_arguments(manager: Any, file: str) -> dict[str, Any]:
     """Return the arguments that make a manager again: its attributes of these names."""
     arguments: dict[str, Any] = {}
     for name, parameter in inspect.signature(type(manager)).parameters.items():
@@ -337,9 +317,9 @@ def _constructor(manager: Any, file: str) -> dict[str, Any]:
             continue
         value = getattr(manager, name, parameter.default)
         if name == "compute_score" and value is not None:
-            where, _, value = _file_of(value).rpartition(":")
-            if where != file:
-                value = inspect.Parameter.empty
+            function_file, _, value = _file_of(value).rpartition(":")
+            if function_file != file:
+                value = inspect.Parameter.empty  # which the check below refuses
         try:
             json.dumps(value)
         except TypeError:
@@ -354,9 +334,9 @@ def _printer(manager: Any) -> Callable[[Sequence[Sample]], Any] | None:
     """Return what prints samples for a manager, whose own call scores."""
     if manager is None:
         return None
-    printer = RewardManager(None, getattr(manager, "num_examine", 0))
-    scores = overrides_call(type(manager)) or not isinstance(manager, RewardManager)
-    return printer if scores else manager
+    if isinstance(manager, RewardManager) and not overrides_call(type(manager)):
+        return manager
+    return RewardManager(None, getattr(manager, "num_examine", 0))
 
 
 def _read_arguments(raw: RawConfig, of_verl: Mapping[str, Any]) -> None:
@@ -364,7 +344,8 @@ def _read_arguments(raw: RawConfig, of_verl: Mapping[str, Any]) -> None:
     for name, value in of_verl.items():
         if value is None or value is collate_fn:
             continue
-        kind, data = type(value).__name__, raw.sections["data"]
+        kind = type(value).__name__
+        data = raw.sections["data"]
         if name in ("train_dataset", "val_dataset") and type(value) is RLHFDataset:
             data[name.replace("dataset", "files")] = value.data_files
         elif name == "train_sampler" and kind in ("RandomSampler", "SequentialSampler"):
@@ -394,71 +375,15 @@ def _join_connected(raw: RawConfig) -> None:
     device = raw.sections["device"]
     kind = device_facade.resolve_kind(enums.DeviceKind(device.get("kind", "auto")))
     if kind is enums.DeviceKind.CPU and device.get("resource_name") is None:
-        ours = device_facade.facts(kind).ray_resource
-        device["resource_name"] = ours if has_resource(ours) else "CPU"
+        our_resource = device_facade.facts(kind).ray_resource
+        device["resource_name"] = our_resource if has_resource(our_resource) else "CPU"
 
 
-def _read(config: Any) -> RawConfig:  # of verl, MindSpeed-LLM or ours
+def _read(config: Any) -> RawConfig:
+    """Return a configuration with keys of verl, MindSpeed-LLM or ours."""
     if isinstance(config, RunConfig):
         return RawConfig(to_tree(config))
     tree: Any = OmegaConf.to_container(config) if isinstance(config, DictConfig) else dict(config)
     if is_verl(tree):
         return translate_verl(tree, count_rows)
     return translate(tree)
-
-
-def _assign(
-    raw: RawConfig, workers: Mapping[Role, type], manager: ResourcePoolManager
-) -> dict[enums.Role, type]:
-    """Return the class of each of our roles, and set our keys for their pools and places.
-
-    Actor and rollout on two pools split one. A reward class of the user scores alone.
-    """
-    key, found, places = "role_worker_mapping", dict[enums.Role, type](), dict[enums.Role, str]()
-    if foreign := [str(role) for role in workers if not isinstance(role, Role)]:
-        remedy = "use one; a reward of your own is Role.RewardModel with reward.kind=role"
-        raise ConfigError(Problem(key, "must have roles of mindspeed_rlxf.api", foreign[0], remedy))
-    pools = {name: list(sizes) for name, sizes in manager.resource_pool_spec.items()}
-    for role, named in workers.items():
-        worker = getattr(named, "__ray_actor_class__", named)  # verl's scripts have ray.remote(...)
-        if (pool := manager.mapping.get(role)) not in pools:
-            rule = f"must name a pool of resource_pool_spec for {role}"
-            raise ConfigError(Problem("mapping", rule, pool, f"use {', '.join(pools)}"))
-        for part in role.value:
-            if part in found:
-                rule = f"must have {part.value} once, {role} has it again"
-                raise ConfigError(Problem(key, rule, remedy=f"remove {role}"))
-            is_actor = issubclass(worker, ActorRole) and part in (ROLLOUT, enums.Role.REF)
-            found[part], places[part] = CLASSES[part] if is_actor else worker, str(pool)
-            if not issubclass(found[part], CLASSES[part]):
-                rule = f"must have a subclass of {CLASSES[part].__name__} for {role}"
-                raise ConfigError(Problem(key, rule, worker.__name__, "use one"))
-            _check_methods(worker)
-    if missing := [role.value for role in (ACTOR, ROLLOUT) if role not in found]:
-        rule = f"must have a worker for {' and '.join(missing)}"
-        raise ConfigError(Problem(key, rule, remedy="use Role.ActorRollout"))
-    reward, sections = found.get(enums.Role.REWARD, RewardRole), raw.sections
-    if reward is not RewardRole and sections["reward"].get("kind") == RULE.value:
-        sections["reward"]["kind"] = enums.RewardKind.ROLE.value
-    if (first := places[ACTOR]) != (second := places.pop(ROLLOUT)):
-        trains, generates = sum(pools.pop(first)), sum(pools.pop(second))
-        sections[ACTOR.value].update(num_gpus_for_train=trains, num_gpus_for_infer=generates)
-        places[ACTOR], pools[f"{first}+{second}"] = f"{first}+{second}", [trains + generates]
-    placement = {role.value: pool for role, pool in places.items()}
-    sections.update(resource_pool=pools, placement=placement)
-    return found
-
-
-def _check_methods(worker: type) -> None:
-    """Raise ConfigError if a class overrides a method of verl's workers, which is not called."""
-    for home in worker.__mro__:
-        if home.__module__.startswith("mindspeed_rlxf."):
-            return
-        for method in sorted(RENAMED_METHODS.keys() & vars(home).keys()):
-            ours = getattr(CriticRole, method, None)
-            own = inspect.signature(vars(home)[method]).parameters
-            if ours is not None and [*own] == [*inspect.signature(ours).parameters]:
-                continue
-            rule = f"must not override {method}, which is never called"
-            remedy = f"override {RENAMED_METHODS[method]}"
-            raise ConfigError(Problem("role_worker_mapping", rule, worker.__name__, remedy))

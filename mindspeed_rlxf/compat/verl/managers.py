@@ -45,25 +45,25 @@ class DataProto:
         return (self[row] for row in range(len(self)))
 
 
-def keywords_of(given: Any) -> tuple[str, ...] | None:
+def keywords_of(scorer: Any) -> tuple[str, ...] | None:
     """Return the keywords of a manager's class or of `_select_rm_score_fn`, None for others.
 
     A manager is made with a tokenizer, which the run gives.
     """
-    if inspect.isclass(given):
-        return () if "tokenizer" in inspect.signature(given).parameters else None
-    return (DATA_SOURCE,) if getattr(given, "__name__", "") == SELECT else None
+    if inspect.isclass(scorer):
+        return () if "tokenizer" in inspect.signature(scorer).parameters else None
+    return (DATA_SOURCE,) if getattr(scorer, "__name__", "") == SELECT else None
 
 
-def as_function(given: Any, arguments: Mapping[str, Any]) -> Score:
+def as_function(scorer: Any, arguments: Mapping[str, Any]) -> Score:
     """Return a reward function for a manager's class or `_select_rm_score_fn`.
 
     A manager's class is made once, with `arguments`: `tokenizer` is the folder of one, and
     `compute_score` the name of a function in the manager's file.
     """
-    if inspect.isclass(given):
-        return _ManagerScore(given, arguments)
-    return _SelectedScore(given)
+    if inspect.isclass(scorer):
+        return _ManagerScore(scorer, arguments)
+    return _SelectedScore(scorer)
 
 
 ADAPTERS.append(Adapter(keywords_of, as_function))
@@ -81,11 +81,15 @@ class _SelectedScore:
     ) -> Any:  # fmt: skip
         function = self.select(data_source)
         parameters = inspect.signature(function).parameters
-        given = {"solution_str": response, "ground_truth": ground_truth,
-                 "data_source": data_source, "extra_info": extra_info}  # fmt: skip
         if "solution_str" not in parameters:
             return function(response, ground_truth)
-        return function(**{name: value for name, value in given.items() if name in parameters})
+        keywords = {
+            "solution_str": response,
+            "ground_truth": ground_truth,
+            "data_source": data_source,
+            "extra_info": extra_info,
+        }
+        return function(**{name: value for name, value in keywords.items() if name in parameters})
 
 
 class _ManagerScore:
@@ -94,13 +98,14 @@ class _ManagerScore:
     def __init__(self, manager_class: type, arguments: Mapping[str, Any]) -> None:
         from transformers import AutoTokenizer
 
-        given = dict(arguments)
-        folder = given.pop("tokenizer")
+        keywords = dict(arguments)
+        folder = keywords.pop("tokenizer")
         self.tokenizer = folder and AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        if name := given.get("compute_score"):
+        function_name = keywords.get("compute_score")
+        if function_name:
             module = sys.modules[manager_class.__module__]
-            given["compute_score"] = find_function(module, name)
-        self.manager = manager_class(tokenizer=self.tokenizer, **given)
+            keywords["compute_score"] = find_function(module, function_name)
+        self.manager = manager_class(tokenizer=self.tokenizer, **keywords)
         select = getattr(self.manager, SELECT, None)
         self.selected = None if select is None else _SelectedScore(select)
         self.is_called = not select or overrides_call(manager_class)
@@ -112,16 +117,25 @@ class _ManagerScore:
         if self.selected is not None and not self.is_called:
             return self.selected(prompt, response, ground_truth, extra_info, data_source)
         label = {**(extra_info.get("reward_model") or {}), "ground_truth": ground_truth}
-        row = {**extra_info, "extra_info": extra_info, "reward_model": label,
-               "data_source": data_source, "ground_truth": ground_truth}  # fmt: skip
+        row = {
+            **extra_info,
+            "extra_info": extra_info,
+            "reward_model": label,
+            "data_source": data_source,
+            "ground_truth": ground_truth,
+        }
         data = self._as_batch(prompt, response, row)
-        named = "return_dict" in inspect.signature(self.manager.__call__).parameters
-        result = self.manager(data, return_dict=True) if named else self.manager(data)
+        if "return_dict" in inspect.signature(self.manager.__call__).parameters:
+            result = self.manager(data, return_dict=True)
+        else:
+            result = self.manager(data)
         if not isinstance(result, dict):
             return float(result.sum())
-        extras = result.get("reward_extra_info", {}).items()
-        parts = {name: values[0] for name, values in extras if len(values)}
-        return {**parts, "score": float(result["reward_tensor"].sum())}
+        named_parts = {}
+        for name, values in result.get("reward_extra_info", {}).items():
+            if len(values):
+                named_parts[name] = values[0]
+        return {**named_parts, "score": float(result["reward_tensor"].sum())}
 
     def _as_batch(self, prompt: str, response: str, row: Mapping[str, Any]) -> DataProto:
         import numpy as np

@@ -1,6 +1,6 @@
 """verl's keys as written, beside our sections that they become."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -44,7 +44,8 @@ class Translation:
 
     def __init__(self, tree: Mapping[str, Any]) -> None:
         self.raw = RawConfig({k: v for k, v in tree.items() if k in TOP_LEVEL - SECTIONS})
-        self.written, self.spelled = dict[str, Any](), dict[str, str]()
+        self.written: dict[str, Any] = {}
+        self.spelled: dict[str, str] = {}
         for name in sorted(tree.keys() - SECTIONS - TOP_LEVEL - {"defaults", "hydra"}):
             self._report_unknown(name, tree[name])
         training = self.raw.sections["training"]
@@ -53,16 +54,15 @@ class Translation:
             {name: value for name, value in tree.items() if name in SECTIONS}
         )
         self._take_ours(plain)
-        pairs = dict(flatten(plain))
-        self.is_recent = any(key.startswith("reward.") for key in pairs)
-        lays_out = any(name.startswith(f"{ACTOR}.megatron.") for name in pairs)
-        engine = pairs.get("model_engine") or ("megatron" if lays_out else "fsdp")
-        usual = "megatron" if engine == "megatron" else "fsdp"
-        strategy = pairs.get(f"{ACTOR}.strategy") or usual
-        for key in sorted(pairs, key=lambda key: _outranks(key, pairs[key], strategy)):
+        values = dict(flatten(plain))
+        self.is_recent = any(key.startswith("reward.") for key in values)
+        strategy = _strategy_of(values)
+        # The spelling that counts comes last, and so replaces the others.
+        for key in sorted(values, key=lambda key: _outranks(key, values[key], strategy)):
             name = current_name(key)
-            if pairs[key] is not None or name not in self.written:
-                self.written[name], self.spelled[name] = pairs[key], key
+            if values[key] is not None or name not in self.written:
+                self.written[name] = values[key]
+                self.spelled[name] = key
         self.values = {**DEFAULTS, **self.written, f"{ACTOR}.strategy": strategy}
         for key, default in DEFAULTS.items():
             if str(default).startswith("${"):  # another key's value
@@ -70,9 +70,9 @@ class Translation:
             value = self.written.get(key, default)
             if value is False and type(default) is int:
                 value = 0  # as verl compares it
-            name, *kinds = KINDS.get(type(default), ("", type(value)))
-            if type(value) not in kinds:
-                self.refuse(key, f"must be {name}", "correct it")
+            kind_name, *types = KINDS.get(type(default), ("", type(value)))
+            if type(value) not in types:
+                self.refuse(key, f"must be {kind_name}", "correct it")
                 value = default
             self.values[key] = value
         traits = TRAITS.get(str(self.get("algorithm.adv_estimator")))
@@ -128,31 +128,38 @@ class Translation:
 
     def _holds(self, conditions: Tree) -> bool:
         """Whether keys have one of the values; true stands for any that is on."""
-        return all(
-            bool(self.get(key)) if wanted is True else self.get(key) in wanted
-            for key, wanted in conditions.items()
-        )
+        for key, allowed in conditions.items():
+            value = self.get(key)
+            holds = bool(value) if allowed is True else value in allowed
+            if not holds:
+                return False
+        return True
 
     def _put_entry(self, key: str, entry: Tree, value: Any) -> None:
-        words, copied = entry.get("words", {}), not {"words", "where"} & entry.keys()
-        kept = {**words, **entry.get("replace", {}), **entry.get("where", {})}
-        needed, barred = entry.get("if", {}), entry.get("unless")
-        if not self._holds(needed) or (barred and self._holds(barred)):
+        """Set our key for an entry of the table, or report why the value does not become one."""
+        words = entry.get("words", {})
+        our_values = {**words, **entry.get("replace", {}), **entry.get("where", {})}
+        condition = entry.get("if", {})
+        exception = entry.get("unless")
+        has_effect = self._holds(condition) and not (exception and self._holds(exception))
+        if not has_effect:
             if value and value != DEFAULTS.get(key) and "where" not in entry:
-                shown = [f"{k}={format_value(self.get(k))}" for k in (barred or needed)]
-                self.note(f"no effect with {', '.join(shown)}", key)
+                causes = [f"{k}={format_value(self.get(k))}" for k in (exception or condition)]
+                self.note(f"no effect with {', '.join(causes)}", key)
         elif "equal" in entry:
-            if value not in (None, wanted := self.get(entry["equal"])):
-                rule = f"must be {ref(entry['equal'])}={format_value(wanted)}"
+            required = self.get(entry["equal"])
+            if value not in (None, required):
+                rule = f"must be {ref(entry['equal'])}={format_value(required)}"
                 self.refuse(key, rule, "remove it")
         elif entry.get("model") == "required" and not isinstance(value, str):
             self.raw.problems.append(Problem(key, "is required", remedy="name a folder"))
-        elif value in [*kept]:
-            self.put(entry["to"], kept[value], "" if "where" in entry else key)
-        elif copied:
+        elif value in [*our_values]:  # a list, as the value may not be hashable
+            self.put(entry["to"], our_values[value], "" if "where" in entry else key)
+        elif "words" not in entry and "where" not in entry:
             if "any" in entry and isinstance(value, dict):
                 value = {k: v for k, v in value.items() if v is not None} or None
-            value = find_model(value) if "model" in entry else value
+            if "model" in entry:
+                value = find_model(value)
             for factor in entry.get("times", ()):
                 value = value * (self.get(factor) or 0)
             self.put(entry["to"], value, key)
@@ -165,8 +172,7 @@ class Translation:
     def note(self, meaning: str, key: str) -> None:
         """Note a key if it is written."""
         if key in self.written:
-            shown = f"{self.spelled[key]}={format_value(self.written[key])}"
-            self.raw.note(meaning, shown)
+            self.raw.note(meaning, f"{self.spelled[key]}={format_value(self.written[key])}")
 
     def sort_others(self) -> None:
         """Note or refuse each written key that is not translated."""
@@ -177,38 +183,65 @@ class Translation:
                 self._sort(key, value)
 
     def _sort(self, key: str, value: Any) -> None:
+        """Refuse a key that asks for something that is not here, else note that it has no effect.
+
+        A pattern of TABLE["refused"] that ends with * gives way to one of NO_EFFECT.
+        """
         asks = value is not None and value is not False and value not in ("", [])
-        effect = next((each for each in NO_EFFECT if fnmatchcase(key, each)), None)
+        no_effect = _first_match(key, NO_EFFECT)
         for entry in TABLE["refused"]:
-            fits = [each for each in entry["keys"].split() if fnmatchcase(key, each)]
-            if fits and not (effect and fits[0].endswith("*")):
-                if asks and value not in entry.get("neutral", ()):
-                    if "section" in entry:  # one problem for all keys
-                        key = key.partition(".")[0]
-                        rule = f"is not supported: {entry['why']}"
-                        problem = Problem(key, rule, remedy=entry["remedy"])
-                        if str(problem) not in map(str, self.raw.problems):
-                            self.raw.problems.append(problem)
-                        return
-                    self.refuse(key, f"is not supported: {entry['why']}", entry["remedy"])
-                return
-        if effect is None and value is not None:
-            self._report_unknown(self.spelled[key], value)
-        elif effect is not None and asks:
-            section = effect.removesuffix(".*").rpartition(".")[2]
-            path, shown = self.spelled[key], f"={format_value(value)}"
-            if effect.endswith(".*") and section:  # one item for a section
-                path, shown = f"{path.partition(f'{section}.')[0]}{section}", ""
-            self.raw.note(NO_EFFECT[effect], path + shown)
+            refused = _first_match(key, entry["keys"].split())
+            if refused is None or (no_effect is not None and refused.endswith("*")):
+                continue
+            if asks and value not in entry.get("neutral", ()):
+                self._report_unsupported(key, entry)
+            return
+        if no_effect is None:
+            if value is not None:
+                self._report_unknown(self.spelled[key], value)
+        elif asks:
+            item = f"{self.spelled[key]}={format_value(value)}"
+            section = no_effect.removesuffix(".*").rpartition(".")[2]
+            if no_effect.endswith(".*") and section:  # one item for a section
+                item = self.spelled[key].partition(f"{section}.")[0] + section
+            self.raw.note(NO_EFFECT[no_effect], item)
+
+    def _report_unsupported(self, key: str, entry: Tree) -> None:
+        rule = f"is not supported: {entry['why']}"
+        if "section" not in entry:
+            self.refuse(key, rule, entry["remedy"])
+            return
+        # One problem for all keys of the section.
+        problem = Problem(key.partition(".")[0], rule, remedy=entry["remedy"])
+        if str(problem) not in map(str, self.raw.problems):
+            self.raw.problems.append(problem)
 
     def _report_unknown(self, key: str, value: Any) -> None:
-        known = [*EXACT_KEYS, *SECTIONS]
-        if any(name.startswith(f"{key}.") for name in known) and not isinstance(value, dict):
+        verl_keys = [*EXACT_KEYS, *SECTIONS]
+        is_section = any(name.startswith(f"{key}.") for name in verl_keys)
+        if is_section and not isinstance(value, dict):
             self.raw.refuse(key, "must be a section of keys", value, "correct it")
             return
-        guess = closest(key, known)
+        guess = closest(key, verl_keys)
         remedy = f"did you mean {guess}?" if guess else "remove it"
         self.raw.problems.append(Problem(key, "unknown key of verl", remedy=remedy, colon=True))
+
+
+def _strategy_of(values: Mapping[str, Any]) -> Any:
+    """Return the training engine: the actor's `strategy`, else by `model_engine` or its layout."""
+    engine = values.get("model_engine")
+    if not engine:
+        has_layout = any(name.startswith(f"{ACTOR}.megatron.") for name in values)
+        engine = "megatron" if has_layout else "fsdp"
+    default = "megatron" if engine == "megatron" else "fsdp"
+    return values.get(f"{ACTOR}.strategy") or default
+
+
+def _first_match(key: str, patterns: Iterable[str]) -> str | None:
+    for pattern in patterns:
+        if fnmatchcase(key, pattern):
+            return pattern
+    return None
 
 
 def _choices(target: str) -> Collection[str]:

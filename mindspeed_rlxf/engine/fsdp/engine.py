@@ -93,7 +93,7 @@ class FsdpEngine(CommonEngine):
                 f"{type(self.model).__name__} has layers that need all tokens; use "
                 "context_parallel_size=1"
             )
-        self.output_head = ShardedOutputHead(self.model, role.fp32_head)
+        self.output_head = ShardedOutputHead(self.model, role.has_fp32_logits)
         self._pieces = weights.pieces_of(self.model, head)
         self._shapes = weights.file_shapes(self.model, self._pieces)
         self._linears = adapters.linear_modules(self.model)

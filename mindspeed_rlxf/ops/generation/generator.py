@@ -111,7 +111,7 @@ class Generator:
             )
         if as_chat:
             remedy = "leave --chat out: a row with messages gets the template by itself"
-            raise UserError(Problem("--chat", "is for texts, not for rows", file, remedy))
+            raise UserError(Problem("--chat", "is for strings, not for rows", file, remedy))
         prompts = load_prompts(file, self.tokenizer, self.source.data, self._max_prompt_length)
         tokenized = []
         for prompt in prompts:

@@ -163,7 +163,7 @@ def plan(config: RunConfig, nested: bool = False) -> Plan:
     sections = {
         f"Run {config.training.run_name}": pairs(_run_lines(config, runtime, device_kind)),
         "Roles": named_table([*_role_rows(config)]),
-        "Places of the ranks": topology(config),
+        "Placement of the ranks": topology(config),
         "Environment of the workers": table([("variable", "value", "source"), *variables])
         if variables
         else pairs([("no variables", "add some with resource_pool.env")]),

@@ -151,8 +151,7 @@ def fp32_weight_bytes(config: RunConfig, role: RoleConfig, vocab: int) -> int:
 
     CUDA adds up products of bf16 into fp32 without one (`heads.fp32_linear`).
     """
-    copies = role.bf16 and role.fp32_head
-    if not copies or device.resolve_kind(config.device.kind) is DeviceKind.CUDA:
+    if not role.has_fp32_logits or device.resolve_kind(config.device.kind) is DeviceKind.CUDA:
         return 0
     return FP32 * vocab * role.architecture.hidden_size
 

@@ -173,7 +173,7 @@ def server_command(config: RunConfig, on_cpu: bool, on_npu: bool) -> tuple[str, 
         "worker-extension-cls": "rlxf_vllm.Extension",
         "weight-transfer-config": {"backend": "rlxf"},
     }
-    if actor.fp32_head:
+    if actor.has_fp32_logits:
         options["hf-overrides"] = {"head_dtype": "float32"}
     if actor.lora.rank:
         options |= lora_options(actor)

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
-from mindspeed_rlxf.checkpoint.stopping import StopRequest
 from mindspeed_rlxf.cluster.errors import RuntimeTimeout, WorkerError
 from mindspeed_rlxf.trainer.run import report
+from mindspeed_rlxf.trainer.stopping import StopRequest
 
 RAISED = WorkerError("critic", 3, "b", "values", "ValueError: a\nbad number", "trace of the worker")
 LATE = RuntimeTimeout("critic.values", 30, [2, 3], "why", ["b", "c"])

@@ -105,7 +105,7 @@ def test_dropped_rows_and_skipped_files_are_reported(required, tmp_path, capsys)
     assert main([*required, *extra, *flags]) == 0
     output = capsys.readouterr()
     assert "dropped, wrong type               1" in output.out
-    assert "cut to --seq-length               4" in output.out
+    assert "truncated (--seq-length)          4" in output.out
     assert "dropped rows: new/folder/set_rejected.jsonl" in output.out
     assert output.err == "note: folder/notes.txt is skipped: files of its type are not read\n"
     assert texts("new/folder/set")[-1] == "bcdef"

@@ -72,7 +72,7 @@ def test_rows_are_split_by_data_parallel_rank_and_the_rest_is_the_same_for_all()
 def test_only_leaders_keep_rows_and_reports_come_in_data_parallel_order() -> None:
     group, pool = make_group(8, tp=2, pp=2)  # leaders: tp 0, pp 1 -> ranks 4 and 6
     pending = group.call(SomeRole.work, ref(4, 2))
-    kept = [rank for rank, request in enumerate(pool.requests) if request.keeps_rows]
+    kept = [rank for rank, request in enumerate(pool.requests) if request.is_leader]
     assert kept == [4, 6]
     assert pending.result() == ["report 4", "report 6"]
     assert pending.seconds == 7.0  # the slowest of all ranks, leader or not

@@ -17,9 +17,7 @@ import torch
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.algorithms.masked import alone
-from mindspeed_rlxf.checkpoint import recorder
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
-from mindspeed_rlxf.checkpoint.stopping import Stopped
 from mindspeed_rlxf.cluster import local
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.problems import UserError
@@ -44,8 +42,9 @@ from mindspeed_rlxf.rewards.sandbox import Sandbox
 from mindspeed_rlxf.roles import actor, critic
 from mindspeed_rlxf.roles.objectives import AdvantageComputer, make_objective
 from mindspeed_rlxf.rollout.vllm.server import server_command
-from mindspeed_rlxf.trainer import ppo, preflight, run
+from mindspeed_rlxf.trainer import ppo, preflight, recorder, run
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
+from mindspeed_rlxf.trainer.stopping import Stopped
 from mindspeed_rlxf.trainer.validation import Scored, measure
 from tests.unit.roles.test_experience import HAS_EOS, LENGTHS, rollouts_of
 
@@ -309,7 +308,7 @@ def recorded(config: RunConfig) -> Any:
     """Return how many of 100 samples are logged, which by token, and the console's metrics."""
     made = recorder.Recorder(config, RunDirectory(Path("nowhere")), None, writes=False)
     tokens = made.token_log(1, range(100))
-    return made._num_kept(100), tokens, made.console._names
+    return made._num_logged(100), tokens, made.console._names
 
 
 def prepared(config: RunConfig) -> Any:

@@ -41,7 +41,7 @@ Changes = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[3]
 CHECKPOINTS, STORE = "checkpoint/test_checkpoints.py", "checkpoint/test_store.py"
 RUN_DIR, STREAM = "checkpoint/test_directory.py", "trainer/test_stream.py"
-CONSOLE, RECORDER = "reporting/test_console.py", "checkpoint/test_recorder.py"
+CONSOLE, RECORDER = "reporting/test_console.py", "trainer/test_recorder.py"
 PROMPT_KEYS, PROMPTS = "data/test_prompt_keys.py", "data/test_prompts.py"
 FUNCTIONS, MODEL_REWARD = "config/test_reward_functions.py", "roles/test_model_reward.py"
 CONVERSATIONS, TOOLS = "roles/test_conversations.py", "agents/test_tools.py"
@@ -218,7 +218,12 @@ LEARNING_KEYS: dict[str, Any] = {
     "recompute_method": Case("block", see.recomputed, FULL),
     "recompute_num_layers": Case(2, see.recomputed, FULL),
 }  # fmt: skip
+POLICY_KEYS: dict[str, Any] = {
+    "fp32_head": Shown("../distributed/test_lora_generation.py",
+     "test_an_fp32_head_rounds_no_logits"),
+}  # fmt: skip
 ACTOR_KEYS: dict[str, Any] = {
+    **POLICY_KEYS,
     **LEARNING_KEYS, "do_sample": Case(True), "temperature": Case(0.5, see.loss, SAMPLE),
     "top_k": SAMPLING, "top_p": SAMPLING, "min_new_tokens": SAMPLING, "max_prompt_length": Case(4),
     "max_new_tokens": Case(10),
@@ -398,7 +403,7 @@ TABLE: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "actor_rollout.offload": (OffloadConfig, OFFLOAD),
     "actor_rollout.lora": (LoraConfig, LORA_KEYS),
     **{role.value: (schema, {"actor_rollout": ACTOR_KEYS, "critic": CRITIC_KEYS,
-     "reward": REWARD_KEYS, "ref": {}}[role.value]) for role, schema in ROLE_SECTIONS.items()},
+     "reward": REWARD_KEYS, "ref": POLICY_KEYS}[role.value]) for role, schema in ROLE_SECTIONS.items()},
 }  # fmt: skip
 NOT_LEAVES = {"kl_ctrl", "architecture", "sandbox", "offload", "vllm", "lora"}
 

@@ -49,8 +49,8 @@ def test_files_that_are_absent_or_no_jsonl_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"text": "a"}, "a row must have response_ids or a text `response`"),
-        ({"response": 3}, "a row must have response_ids or a text `response`"),
+        ({"text": "a"}, "a row must have response_ids or a string `response`"),
+        ({"response": 3}, "a row must have response_ids or a string `response`"),
         ({"response_ids": "3"}, "response_ids must be a list of token ids, not '3'"),
         ({"response_ids": [3, 1.0]}, "response_ids must be a list of token ids, not [3, 1.0]"),
         ({"response_ids": []}, "a response must have 1 to 4 tokens (max_new_tokens), not 0"),

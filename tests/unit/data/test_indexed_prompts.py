@@ -85,8 +85,8 @@ def test_stop_tokens_of_all_data_sets_come_back(tokenizer_folder: str, tmp_path:
     ("policy", "texts", "said"),
     [
         ("drop", ["<s>abc"], "1 of 2 prompts are over 4 tokens and dropped"),
-        ("keep_head", ["<s>abc", "<s>abc"], "over 4 tokens and cut to their first 4"),
-        ("keep_tail", ["<s>abc", "cdef"], "over 4 tokens and cut to their last 4"),
+        ("keep_head", ["<s>abc", "<s>abc"], "over 4 tokens and truncated to their first 4"),
+        ("keep_tail", ["<s>abc", "cdef"], "over 4 tokens and truncated to their last 4"),
     ],
 )
 def test_long_prompts_follow_the_policy_in_both_forms(

@@ -153,7 +153,7 @@ def test_long_prompts_are_cut_on_the_named_side(
         prompts = load_prompts(file, make_tokenizer(), data(overlong_prompts=word), limit)
     texts = [p.text.replace(" ", "") for p in prompts]  # decoded character by character
     assert texts == [kept, "1" * limit, "1"]
-    assert f"2 of 3 prompts are over {limit} tokens and cut to their {said}" in caplog.text
+    assert f"2 of 3 prompts are over {limit} tokens and truncated to their {said}" in caplog.text
 
 
 def test_invalid_rows_are_dropped_and_counted_on_request(

@@ -90,8 +90,8 @@ def test_responses_that_go_on_share_the_prefill_of_their_prompt(prompts, rows):
 
 
 def test_prompts_that_begin_alike_compute_the_beginning_once(monkeypatch):
-    """In pages of two tokens, and if it is half of a row or more."""
-    monkeypatch.setattr(prefixes, "PAGE", 2)
+    """In blocks of two tokens, and if it is half of a row or more."""
+    monkeypatch.setattr(prefixes, "BLOCK", 2)
     begin = [3, 1, 4, 1, 5]
     ends = [[9], [2, 6], [9], [2, 7], [5, 3, 5, 8, 9]]
     asked = requests([np.array(begin + end) for end in ends], range(5), settings(**SAMPLED))

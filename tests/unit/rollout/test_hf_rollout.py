@@ -37,7 +37,7 @@ def pair(request: Any, tmp_path: Path, monkeypatch: Any) -> tuple[TransformersRo
     for parameter in model.parameters():
         parameter.data.normal_(std=0.3)
     model.eval().save_pretrained(tmp_path)
-    actor = SimpleNamespace(load=tmp_path, bf16=False, num_samples_per_step=3, lora=LoraConfig())
+    actor = SimpleNamespace(load=tmp_path, bf16=False, num_samples_per_step=3, lora=LoraConfig(), has_fp32_logits=False)
     engine = TransformersRollout(actor)  # type: ignore[arg-type]
     engine.update_weights(model.named_parameters(), 7)
     engine.wake()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
@@ -16,10 +17,10 @@ from transformers import PreTrainedTokenizerFast
 from mindspeed_rlxf.config.generation_memory import CACHE_SHARE
 from mindspeed_rlxf.models.attention import Attend, PackedSequences
 from mindspeed_rlxf.rollout import generation, native
+from mindspeed_rlxf.rollout.expert_sync import ExpertSync
 from mindspeed_rlxf.rollout.kv_cache import DecodeStep, KvCache
 from mindspeed_rlxf.rollout.native import NativeRollout
 from mindspeed_rlxf.rollout.rollout_engine import FinishReason, GenerationRequest, answer_from_table
-from mindspeed_rlxf.rollout.rounds import Rounds
 from mindspeed_rlxf.rollout.sampling import SamplingSettings, StopStrings
 
 VOCAB, HEADS, GROUPS, DIM, EOS = 11, 4, 2, 4, 0
@@ -28,6 +29,8 @@ SEED = 5
 
 class TinyModel(nn.Module):
     """Embedding, positions, one attention layer: what NativeRollout asks of a TransformerModel."""
+
+    linear = staticmethod(F.linear)
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,6 +51,7 @@ class TinyModel(nn.Module):
             params_dtype=torch.float64,
         )
         self.architecture = SimpleNamespace(vocab_size=VOCAB)
+        self.linear = nn.functional.linear  # the head's product
         self.tp_group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
         self.calls: list[int] = []  # tokens of each forward
 
@@ -71,7 +75,7 @@ class Source:
     def __init__(self, model: nn.Module) -> None:
         self.module: Any = model
         nobody: Any = None
-        self.rounds = Rounds((), nobody, nobody)
+        self.expert_sync = ExpertSync((), nobody, nobody)
         self.groups, self.is_active = self, False
 
     @contextlib.contextmanager

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mindspeed_rlxf.config.generation_memory import Capacities
 from mindspeed_rlxf.rollout.rollout_engine import (
     Begun,
     FinishReason,
@@ -94,3 +95,30 @@ def test_an_engine_of_whole_responses_gets_earlier_turns_as_its_prompt() -> None
     asked = whole.asked[0]
     assert asked.prompt.tolist() == [*PROMPT, *EARLIER] and asked.begun is None
     assert asked.settings.max_new_tokens == 5 and asked.turn_start == 4
+
+
+@pytest.mark.parametrize("change", ["nothing", "weights", "another row", "no room"])
+def test_a_turn_computes_only_what_follows_the_turn_before(change: str) -> None:
+    """Unless weights changed, the row is another one, or its memory was needed."""
+    native = engine(TinyModel(), 1, capacities=Capacities(prompt=9, response=20, samples=4))
+    first = replace(turn(), begun=None, turn_start=0, is_turn=True)
+    first = replace(first, settings=replace(first.settings, max_new_tokens=4))
+    native.add([first])
+    (ended,) = native.advance(None)
+    if change == "weights":
+        native.update_weights(TinyModel().state_dict().items(), 1)
+    elif change == "no room":
+        native.add([replace(first, sample_id=8, prompt=np.array([2, 7, 1]))])
+        list(native.advance(None))
+    earlier = [*ended.tokens, 9, 2]
+    if change == "another row":
+        earlier[0] = (earlier[0] + 1) % 11
+    request = turn(earlier)
+    native.add([request])
+    (second,) = native.advance(None)
+    num_begun = len(PROMPT) + len(earlier)
+    # The last token of a turn was drawn, but not computed: it and the observation of 2 follow.
+    assert native.stats().prompt_tokens == (3 if change == "nothing" else num_begun)
+    alone = sample(request)
+    assert second.tokens == alone.tokens
+    assert second.log_probs == pytest.approx(alone.log_probs, abs=1e-6)

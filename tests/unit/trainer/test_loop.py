@@ -122,7 +122,7 @@ def surplus_lost(run: VirtualRun) -> None:
         while stream.groups and stream.groups[0].has_ended:
             group = stream.groups.popleft()
             batch.passed.append(group)
-            stream._num_alike -= bool(group.is_alike)
+            stream._num_equal -= bool(group.has_equal_scores)
 
     stream.pop = pop_all  # type: ignore[method-assign]
 

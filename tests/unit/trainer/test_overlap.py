@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.checkpoint.stopping import StopRequest
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef
 from mindspeed_rlxf.config.enums import OldLogProbs
 from mindspeed_rlxf.config.schema import AlgorithmConfig, RolloutConfig
 from mindspeed_rlxf.data.sampler import PromptSampler
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
+from mindspeed_rlxf.trainer.stopping import StopRequest
 from tests.virtual_roles import make_prompts
 
 

@@ -14,7 +14,6 @@ import pytest
 
 from mindspeed_rlxf.checkpoint.checkpoints import RunCheckpoints
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
-from mindspeed_rlxf.checkpoint.stopping import Stopped, StoppedByRule
 from mindspeed_rlxf.checkpoint.store import EXPORTED
 from mindspeed_rlxf.checkpoint.supervised import CHILD_OF
 from mindspeed_rlxf.cluster.errors import DevicesMissing, WorkerError
@@ -26,6 +25,7 @@ from mindspeed_rlxf.roles.reward import RewardsFailed, check_failures
 from mindspeed_rlxf.trainer import run as run_module
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.run import describe_schedules
+from mindspeed_rlxf.trainer.stopping import Stopped, StoppedByRule
 from tests.unit.checkpoint.runs import stand_ins, trainer_state
 from tests.unit.config.conftest import make_tree, no_cluster
 

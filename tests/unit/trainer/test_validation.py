@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
-from mindspeed_rlxf.checkpoint.recorder import Recorder
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef
 from mindspeed_rlxf.config.schema import (
     AlgorithmConfig,
@@ -24,6 +23,7 @@ from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.roles.reports import SampleText, ScoreReport, failed_by_agent
 from mindspeed_rlxf.roles.reward import RewardsFailed
 from mindspeed_rlxf.roles.rollout import Sampling
+from mindspeed_rlxf.trainer.recorder import Recorder
 from mindspeed_rlxf.trainer.validation import Scored, Validator
 
 PROMPTS = [Prompt(9, "", np.array([i]), str(i), source) for i, source in enumerate("aab")]

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from mindspeed_rlxf.checkpoint.stopping import (
+from mindspeed_rlxf.trainer.stopping import (
     Stopped,
     StoppedByRule,
     StopRequest,

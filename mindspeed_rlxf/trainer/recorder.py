@@ -48,27 +48,48 @@ class Recorder:
         `writes` is False on all torchrun ranks but the first, which write nothing.
         """
         self.tokenizer = tokenizer
-        self._writers = []
-        for file in directory.line_files:
-            self._writers.append(JsonlWriter(file if writes else Path(os.devnull)))
-        self._metrics, self._ledger, self._findings, *self._samples = self._writers
-        self._syncs: JsonlWriter | None = None
-        # Called with the samples written, of training and of validation.
-        self.show_samples: Sequence[Callable[[Sequence[Sample]], Any] | None] = (None, None)
         self._writes = writes
-        self._timeline = Timeline(directory.timeline) if writes else None
         self._directory = directory
         self._logging = config.logging
-        take_spans()  # those of another run of this process
+        self._writers: list[JsonlWriter] = []
+        self._metrics = self._open(directory.metrics)
+        self._consumed = self._open(directory.consumed)
+        self._findings = self._open(directory.health)
+        self._samples = self._open(directory.samples)
+        self._val_samples = self._open(directory.val_samples)
+        self._syncs: JsonlWriter | None = None  # opened for the first receipt
+        # Called with the samples written, of training and of validation.
+        self.show_samples: Sequence[Callable[[Sequence[Sample]], Any] | None] = (None, None)
+        self._timeline = Timeline(directory.timeline) if writes else None
+        take_spans()  # drops those of an earlier run of this process
         self.console = current() if writes else Console(io.StringIO())
         self.note = self.console.note  # prints a line beside the progress
         control = config.algorithm.kl_ctrl
         limit = runaway_limit(control.type == "adaptive", control.target_kl)
         excluded = rules_without_meaning(config.rollout.max_staleness)
         self.health = Health(config.logging.stop_on, limit, excluded)
+        last_iteration = self._replay_health()
+        self._trackers = self._start_trackers(config)
+        path = directory.path
+        if path.is_relative_to(Path.cwd()):
+            path = path.relative_to(Path.cwd())
+        metric_names = config.logging.console_metrics
+        self.console.begin(config.training.train_iters, metric_names, last_iteration, str(path))
+
+    def _open(self, file: Path) -> JsonlWriter:
+        writer = JsonlWriter(file if self._writes else Path(os.devnull))
+        self._writers.append(writer)
+        return writer
+
+    def _replay_health(self) -> int:
+        """Apply the health rules to the metrics of a resumed run; return its last iteration, or 0.
+
+        Notes the rule that stopped the run there.
+        """
         last_iteration = 0
-        for last_iteration, metrics in read_metrics(directory.metrics):
-            self.health.check(last_iteration, metrics)
+        for iteration, metrics in read_metrics(self._directory.metrics):
+            self.health.check(iteration, metrics)
+            last_iteration = iteration
         for rule, finding in self.health.active.items():
             if finding.stops and finding.iteration == last_iteration:
                 self.note(
@@ -76,44 +97,47 @@ class Recorder:
                     f"({rule}: {finding.text}); it goes on from there, and is stopped by it again "
                     "only after it has ended"
                 )
-        run_id = directory.trackers / "run_id"
-        names = [name for name in config.logging.trackers if name != JSONL] if writes else []
+        return last_iteration
+
+    def _start_trackers(self, config: RunConfig) -> Trackers:
+        """Start the trackers besides metrics.jsonl; they keep the id of a resumed run."""
+        names = [name for name in config.logging.trackers if name != JSONL]
+        if not self._writes:
+            names = []
+        run_id = self._directory.trackers / "run_id"
         if names and not run_id.exists():
             write_text(run_id, secrets.token_hex(8))
         run = TrackedRun(
             name=config.training.run_name if names else "",
             project=config.logging.tracker_project,
             run_id=run_id.read_text(encoding="ascii").strip() if names else "",
-            folder=directory.trackers,
+            folder=self._directory.trackers,
             config=to_tree(config) if names else {},
             offline={"auto": None, "online": False, "offline": True}[config.logging.tracker_mode],
         )
-        self._trackers = Trackers(names, run, self.console.warn_once)
-        path = directory.path
-        if path.is_relative_to(Path.cwd()):
-            path = path.relative_to(Path.cwd())
-        metric_names = config.logging.console_metrics
-        self.console.begin(config.training.train_iters, metric_names, last_iteration, str(path))
+        return Trackers(names, run, self.console.warn_once)
 
     def write_iteration(self, iteration: int, metrics: dict[str, float], seconds: float) -> None:
         """Write an iteration's metrics to file and trackers, and show them on the console."""
         self._metrics.write(metrics_record(iteration, metrics, seconds))
         self._trackers.log(iteration, metrics)
         self.console.update(iteration, metrics)
-        num_alike_groups = int(metrics.get("rollout/alike_groups", 0))
-        if num_alike_groups > 0:
+        num_equal_groups = int(metrics.get("rollout/alike_groups", 0))
+        if num_equal_groups > 0:
             self.console.warn_once(
                 "alike_groups",
-                f"{num_alike_groups} prompt groups of iteration {iteration} have zero advantages, "
+                f"{num_equal_groups} prompt groups of iteration {iteration} have zero advantages, "
                 "because all their responses score the same; raise algorithm.max_num_gen_batches, "
                 "or use easier or harder prompts",
             )
 
     def write_receipt(self, record: dict[str, Any]) -> None:
-        """Append a line to sync.jsonl, which exists once there is one."""
+        """Append a replica's receipt for new weights (`rollout.receipts`) to sync.jsonl.
+
+        The file exists once there is one.
+        """
         if self._syncs is None:
-            self._syncs = JsonlWriter(self._directory.syncs if self._writes else Path(os.devnull))
-            self._writers.append(self._syncs)
+            self._syncs = self._open(self._directory.syncs)
         self._syncs.write(record)
 
     def check_health(self, iteration: int, metrics: Mapping[str, float]) -> Finding | None:
@@ -166,7 +190,7 @@ class Recorder:
 
     def write_consumed(self, iteration: int, taken: ConsumedPrompts) -> None:
         """Append the iteration's prompts to consumed.jsonl."""
-        self._ledger.write(
+        self._consumed.write(
             {
                 "iteration": iteration,
                 "first_sample_id": taken.first_sample_id,
@@ -189,13 +213,13 @@ class Recorder:
 
     def token_log(self, iteration: int, sample_ids: Sequence[int]) -> TokenLog | None:
         """Return the samples to log token by token (the first `logging.samples`), or None."""
-        chosen = frozenset(sample_ids[: self._num_kept(len(sample_ids))])
+        chosen = frozenset(sample_ids[: self._num_logged(len(sample_ids))])
         if not chosen or not self._logging.sample_tokens:
             return None
         folder = str(self._directory.samples_tokens)
         return TokenLog(folder, iteration, chosen)
 
-    def _num_kept(self, num_samples: int) -> int:
+    def _num_logged(self, num_samples: int) -> int:
         limit = self._logging.samples
         return num_samples if limit == "all" else min(limit, num_samples)
 
@@ -220,8 +244,8 @@ class Recorder:
         `scores` cover all rows, in order. `about` has further fields of `Sample`, for as many rows
         as there are samples. With `validates` the file is val_samples.jsonl.
         """
-        writer = self._samples[validates]
-        count = self._num_kept(len(about))
+        writer = self._val_samples if validates else self._samples
+        count = self._num_logged(len(about))
         if not count:
             return
         texts = actor.sample_texts(rollouts, count)

@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mindspeed_rlxf.models.grouped_experts import stack_experts
 from mindspeed_rlxf.models.shared_experts import Exchange, SharedExperts
-from mindspeed_rlxf.rollout import rounds
+from mindspeed_rlxf.rollout import expert_sync
 
 
 class Expert(nn.Module):
@@ -27,8 +27,10 @@ def test_weights_can_be_freed_after_the_last_round(monkeypatch: pytest.MonkeyPat
     exchange = Exchange(group, group)
     layer = SharedExperts(SimpleNamespace(router=nn.Identity(), experts=experts), exchange)
     storages = [StorageWeakRef(weight.untyped_storage()) for weight in experts.parameters()]
-    monkeypatch.setattr(rounds.dist, "all_gather", lambda sizes, own, group: sizes[0].copy_(own))
-    own = rounds.Rounds([layer], exchange, group)
+    monkeypatch.setattr(
+        expert_sync.dist, "all_gather", lambda sizes, own, group: sizes[0].copy_(own)
+    )
+    own = expert_sync.ExpertSync([layer], exchange, group)
     own.begin()
     assert own.finish() == 0
     for weight in experts.parameters():

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
-from mindspeed_rlxf.checkpoint.recorder import Recorder
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.reporting.trackers import register_tracker
 from mindspeed_rlxf.roles.reports import SampleText, ScoreReport
+from mindspeed_rlxf.trainer.recorder import Recorder
 from tests.registries import restored_registries
+from tests.unit.config.conftest import make_tree, no_cluster
 from tests.unit.reporting.test_trackers import Kept
+
+__all__ = ["make_tree", "no_cluster"]
 
 Make = Callable[..., Recorder]
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mindspeed_rlxf.models.shared_experts import Exchange, SharedExperts
 
 
-class Rounds:
+class ExpertSync:
     """Announces one rank's passes. Without shared experts each method returns at once."""
 
     def __init__(
