@@ -12,7 +12,11 @@ from mindspeed_rlxf.data.decoding import RewardTexts
 
 
 class Dialect:
-    """The chat template's, or for a prompt that is text the messages' contents as they are."""
+    """The chat template's, or for a prompt that is text the messages' contents as they are.
+
+    Attributes:
+        is_chat: Whether the prompt consists of messages.
+    """
 
     def __init__(
         self,
@@ -23,11 +27,15 @@ class Dialect:
     ) -> None:
         """Use a template; `tools` have the JSON schemas of the tools that turns may call."""
         self._template, self._texts, self._tools = template, texts, tools
-        self._is_chat = is_chat
+        self.is_chat = is_chat
+
+    def prompt_text(self, token_ids: Sequence[int]) -> str:
+        """Return a prompt's text."""
+        return self._texts.prompt(token_ids)
 
     def observation_ids(self, messages: Sequence[Message], ended_with_eos: bool) -> list[int]:
         """Return the ids between a turn and the next one; whether an EOS ended the turn."""
-        if not self._is_chat:
+        if not self.is_chat:
             return self._template.text_ids(messages)
         return self._template.observation_ids(messages, ended_with_eos)
 
@@ -40,7 +48,7 @@ class Dialect:
             ValueError: The prompt of a chat has it, and messages were given.
         """
         is_continued = all(message["role"] == "assistant" for message in messages)
-        if not self._is_chat or (is_continued and not gives_first):
+        if not self.is_chat or (is_continued and not gives_first):
             return self._template.text_ids(messages)
         if not gives_first:
             raise ValueError(
@@ -57,4 +65,4 @@ class Dialect:
         """Return the calls in a turn's text; [] without tools."""
         if not self._tools:
             return []
-        return parse_tool_calls(text, self._tools, self._is_chat and self._template.opens_thought)
+        return parse_tool_calls(text, self._tools, self.is_chat and self._template.opens_thought)

@@ -31,10 +31,12 @@ class Ask:
     Attributes:
         begun: The row's response so far, with the observation before the turn; None = nothing.
         limit: Most tokens of the response after the turn.
+        attempt: Turns that the conversation has taken back; each changes the random numbers.
     """
 
     begun: Begun | None
     limit: int
+    attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,15 @@ class RowLimits:
     tokens: int
     turns: int
     eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TurnStart:
+    """What a conversation has before a turn, and before what was given for it."""
+
+    num_tokens: int
+    num_messages: int
+    reason: FinishReason
 
 
 class LiveSession:
@@ -102,10 +113,13 @@ class LiveSession:
         self._versions: list[int] = []  # of observations 0, until `finish`
         self._trained: list[bool] = []
         self._turns: list[tuple[int, int]] = []
+        self._starts: list[TurnStart] = []  # of the turns, and of one that is sampled
+        self._num_heard_messages = len(self.messages)  # up to the newest turn
+        self._num_taken_back = 0
         self._rewards: list[float] = []
         self._early_reward = 0.0  # given before the first turn
         self._parts: dict[str, float] = {}
-        self._num_tool_calls = 0
+        self._num_tool_calls: list[int] = []  # of each turn
         self._reason = FinishReason.LENGTH
         self._ran_out = False  # whether a turn was refused
 
@@ -125,6 +139,34 @@ class LiveSession:
         self._given += messages
         self.messages += messages
 
+    def take_back(self) -> None:
+        """See `Session.take_back`."""
+        if self._turn is not None:
+            raise RuntimeError("a turn that is sampled cannot be taken back; await it first")
+        self._check_turns()
+        start = self._starts.pop()
+        for values in (self._tokens, self._log_probs, self._versions, self._trained):
+            del values[start.num_tokens :]
+        for of_turn in (self._turns, self._rewards, self._num_tool_calls):
+            del of_turn[-1]
+        del self.messages[start.num_messages :]
+        self._num_heard_messages = start.num_messages
+        self._given = []
+        self._reason = start.reason
+        self._num_taken_back += 1
+
+    @property
+    def shown_messages(self) -> list[Message]:
+        """The chat so far, as a program gets it: a prompt that is text is a user's message."""
+        if self.dialect.is_chat:
+            return list(self.messages)
+        return [{"role": "user", "content": self.dialect.prompt_text(self.prompt)}, *self.messages]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt, and of the row behind it."""
+        return len(self.prompt) + len(self._tokens)
+
     def restart_clock(self) -> None:
         """See `Session.restart_clock`."""
         self.moved_at = time.monotonic()
@@ -141,13 +183,17 @@ class LiveSession:
         for name, value in parts.items():
             self._parts[name] = self._parts.get(name, 0.0) + float(value)
 
+    def _check_turns(self) -> None:
+        """Raise SessionEnded if no turn is left."""
+        if len(self._turns) + self._num_taken_back >= self.limits.turns:
+            self._ran_out = True
+            raise SessionEnded(f"all {self.limits.turns} turns are spent (rollout.max_turns)")
+
     def _append_given(self, max_tokens: int | None) -> None:
         """Append the given messages to the row, and set `ask`. Raises SessionEnded."""
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens must be 1 or more, not {max_tokens}")
-        if len(self._turns) >= self.limits.turns:
-            self._ran_out = True
-            raise SessionEnded(f"all {self.limits.turns} turns are spent (rollout.max_turns)")
+        self._check_turns()
         if self._turns:
             ended_with_eos = self._tokens[-1] in self.limits.eos_token_ids
             observation = self.dialect.observation_ids(self._given, ended_with_eos)
@@ -160,6 +206,7 @@ class LiveSession:
                 f"no token is left for a turn: {start} of actor_rollout.max_new_tokens="
                 f"{self.limits.tokens} are spent"
             )
+        self._starts.append(TurnStart(len(self._tokens), self._num_heard_messages, self._reason))
         self._given = []
         self._tokens += observation
         self._log_probs += [0.0] * len(observation)
@@ -171,7 +218,7 @@ class LiveSession:
         limit = self.limits.tokens
         if max_tokens is not None:
             limit = min(limit, start + max_tokens)
-        self.ask = Ask(begun, limit)
+        self.ask = Ask(begun, limit, self._num_taken_back)
 
     # What the loop calls.
 
@@ -183,6 +230,7 @@ class LiveSession:
         self._trained += [True] * (end - start)
         self._reason = result.finish_reason
         self._turns.append((start, end))
+        self._num_tool_calls.append(0)
         self._rewards.append(self._early_reward)
         self._early_reward = 0.0
         waiting, self._turn = self._turn, None
@@ -199,8 +247,9 @@ class LiveSession:
     def _read_turn(self, token_ids: list[int], reason: FinishReason) -> Turn:
         text = self.dialect.turn_text(token_ids, reason is FinishReason.STOP)
         calls = self.dialect.tool_calls(text)
-        self._num_tool_calls += len(calls)
+        self._num_tool_calls[-1] = len(calls)
         self.messages.append({"role": "assistant", "content": text})
+        self._num_heard_messages = len(self.messages)
         return Turn(token_ids, text, reason, calls)
 
     def finish(self, place: int, version: int) -> tuple[GenerationResult, AgentRecord]:
@@ -244,7 +293,7 @@ class LiveSession:
             turns,
             self._rewards[: len(turns)],
             dict(self._parts),
-            self._num_tool_calls,
+            sum(self._num_tool_calls[: len(turns)]),
             failure,
         )
         return result, record

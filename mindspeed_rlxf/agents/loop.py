@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mindspeed_rlxf.agents.live_session import LiveSession, Move
-from mindspeed_rlxf.agents.session import Agent, SessionEnded, ToolFailed
+from mindspeed_rlxf.agents.session import Agent, ConversationFailed, SessionEnded, ToolFailed
 from mindspeed_rlxf.data.agent_record import AgentFailure
 from mindspeed_rlxf.rollout.rollout_engine import GenerationResult
 
@@ -64,6 +64,8 @@ class AgentLoop:
             if session.move is Move.NONE:  # by `wait`, which has noted the failure
                 raise
             failure = AgentFailure("exception", "the agent was cancelled by its own code")
+        except ConversationFailed as error:
+            failure = AgentFailure(error.cause, str(error)[:MAX_MESSAGE], error.details)
         except ToolFailed as error:
             failure = AgentFailure("tool", _shorten(error), _format(error))
         except (Exception, SystemExit, KeyboardInterrupt) as error:

@@ -65,6 +65,20 @@ class ToolFailed(Exception):
     """Raised where a tool's process ended or did not start; the sample is then not trained."""
 
 
+class ConversationFailed(Exception):
+    """Raised where a conversation cannot be trained.
+
+    Attributes:
+        cause: Under which it is counted.
+        details: A traceback or output, if there is one.
+    """
+
+    def __init__(self, cause: str, message: str, details: str = "") -> None:
+        """Set the cause, what is wrong in one line, and details."""
+        super().__init__(message)
+        self.cause, self.details = cause, details
+
+
 class Session(Protocol):
     """One sample's conversation.
 
@@ -92,6 +106,13 @@ class Session(Protocol):
         """Append messages, which the policy reads before its next turn. They are not trained.
 
         Before the first turn of a chat this takes an agent registered with `gives_first=True`.
+        """
+
+    def take_back(self) -> None:
+        """Drop the newest turn, its reward, and what was given before it.
+
+        The next `say` then samples with other random numbers. A dropped turn counts as one of
+        `rollout.max_turns`. Raises SessionEnded.
         """
 
     def restart_clock(self) -> None:

@@ -53,6 +53,13 @@ def parse_tool_calls(
     return _read_llama(text)
 
 
+def text_before_calls(text: str) -> str:
+    """Return the text of a turn before its calls, thoughts included; "" where it is one call."""
+    thought, end, rest = text.rpartition(END_OF_THOUGHT)
+    starts = [rest.find(mark) for mark in ("<tool_call>", MISTRAL) if mark in rest]
+    return (thought + end + rest[: min(starts, default=0)]).rstrip()
+
+
 def _read_json(text: str) -> ToolCall:
     try:
         value = json.loads(text)

@@ -48,6 +48,7 @@ from mindspeed_rlxf.config.placement import place_roles, trains_adapters
 from mindspeed_rlxf.config.plugins import (
     complete_function,
     complete_plugin,
+    complete_program,
     complete_tool,
     read_entries,
 )
@@ -206,6 +207,7 @@ def _build(raw: RawConfig, name: str) -> Tree:
     set_default(training, output_dir=os.path.join("outputs", str(training["run_name"])))
     read_entries(raw.problems, "training.plugins", training, complete_plugin)
     read_entries(raw.problems, "rollout.tools", payload["rollout"], complete_tool)
+    read_entries(raw.problems, "rollout.program", payload["rollout"], complete_program)
     stage = training.get("stage")
     if stage in WITHOUT_CRITIC:
         payload["critic"] = None
@@ -219,7 +221,7 @@ def _build(raw: RawConfig, name: str) -> Tree:
             payload[role.value] = _build_role(raw, role)
     _set_stage_defaults(training, payload["algorithm"], payload["actor_rollout"])
     _set_correction(payload)
-    if payload["rollout"].get("agent") is not None or payload["rollout"].get("tools"):
+    if any(payload["rollout"].get(name) for name in ("agent", "tools", "program")):
         set_default(payload["rollout"], slice_steps=AGENT_SLICE_STEPS)
     place_roles(raw, payload)
     _note_unread(raw, payload)

@@ -6,8 +6,10 @@ process. Reward functions' files are sent too, and run where they score.
 """
 
 import hashlib
+import inspect
 import linecache
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -130,15 +132,17 @@ def read_entries(
 
     Args:
         problems: List to extend.
-        path: `training.plugins`, `reward.function`, `reward.functions` or `rollout.tools`.
+        path: `training.plugins`, `reward.function`, `reward.functions`, `rollout.tools` or
+            `rollout.program`.
         section: The section's keys; `section[key]` changes.
         complete: Called with path and entry; may raise UserError.
     """
     key = path.rpartition(".")[2]
     entries = section.pop(key, None)
+    is_single = key in ("function", "program")
     if entries is None:
         entries = []
-    elif key == "function" or not isinstance(entries, list):
+    elif is_single or not isinstance(entries, list):
         entries = [entries]
     completed = []
     for entry in entries:
@@ -147,7 +151,7 @@ def read_entries(
         except UserError as error:
             problems += error.problems
     if completed:
-        section[key] = completed[0] if key == "function" else completed
+        section[key] = completed[0] if is_single else completed
 
 
 def complete_plugin(key: str, entry: Any) -> Any:
@@ -233,6 +237,36 @@ def complete_tool(key: str, given: Any) -> Any:
         raise UserError(Problem(key, str(error), function, "correct it")) from None
     carry(source)
     return {**entry, "function": f"{source.file}:{name}", "sha256": source.sha256}
+
+
+def complete_program(key: str, given: Any) -> Any:
+    """Return an entry as a dict: a function with absolute path and SHA-256, a command with folder.
+
+    A function's file runs, unless it has run in this process, and its text is registered (`carry`).
+
+    Args:
+        key: Configuration key, for problems.
+        given: `path/to/file.py:name`, a command line, or ProgramConfig keys.
+
+    Raises:
+        UserError: Bad file (unreadable, another hash, an exception), function or command line.
+    """
+    entry = {"run": given} if isinstance(given, str) else given
+    if not isinstance(entry, dict) or not isinstance(entry.get("run"), str):
+        return entry
+    run = entry["run"]
+    file, name = split_name(run) or ("", "")
+    try:
+        if not name and not shlex.split(run):
+            raise ValueError("must be a function, file.py:name, or a command")
+        if not name:
+            return {"folder": os.getcwd(), **entry}
+        source, module = _run_file(key, file, entry.get("sha256"))
+        inspect.signature(find_function(module, name)).bind({})
+    except (ValueError, TypeError) as error:
+        raise UserError(Problem(key, f"{error}", run, "correct it")) from None
+    carry(source)
+    return {**entry, "run": f"{source.file}:{name}", "sha256": source.sha256}
 
 
 def with_plugins(factory: Callable[..., T]) -> Callable[..., T]:

@@ -174,6 +174,11 @@ class RoleConfig(Section):
         """The role's low-rank adapters; of rank 0 in a frozen role."""
         return LoraConfig()
 
+    @property
+    def freezes_attention(self) -> bool:
+        """Whether the attention layers of a role that is trained are not."""
+        return False
+
     def _broken_rules(self) -> Iterator[Problem]:
         if self.architecture is None:  # a reward computed by a rule has no model
             return
@@ -452,5 +457,27 @@ class CriticConfig(LearningConfig):
     critic_mini_batch_size: int = key(1, "samples per optimizer step over all DP ranks", ge=1)
     critic_update_epochs: int = key(1, "passes over the samples of an iteration", ge=1)
     warmup_iters: int = key(0, "number of first iterations that train the critic alone", ge=0)
+    freeze: Literal["none", "attention"] = key(
+        "none", "layers that are not trained: none, or attention (SAO); their norms are trained"
+    )
+    freeze_after: int | None = key(
+        None, "number of iterations after which the critic is trained no more; null = all", ge=1
+    )
     cliprange_value: float | None = key(3.0, "value clip; null = none", gt=0)
     vf_coef: float = key(1.0, "weight of the value loss", ge=0)
+
+    @property
+    def freezes_attention(self) -> bool:
+        """The key `freeze`."""
+        return self.freeze == "attention"
+
+    def _broken_rules(self) -> Iterator[Problem]:
+        yield from super()._broken_rules()
+        if self.freezes_attention and self.backend != "megatron":
+            yield Problem("freeze", "needs backend=megatron", self.freeze, "use none")
+        if self.freezes_attention and self.lora.rank:
+            rule = f"must be none with {ref('lora.rank')}, which freezes all layers"
+            yield Problem("freeze", rule, self.freeze, "remove one of them")
+        if self.freeze_after is not None and self.freeze_after < self.warmup_iters:
+            rule = f"must be at least {ref('warmup_iters')}={self.warmup_iters}"
+            yield Problem("freeze_after", rule, self.freeze_after, f"use {self.warmup_iters}")

@@ -13,6 +13,8 @@ BY_ROW = "by_row"
 """Value of `rollout.agent` by which only AGENT_COLUMN names agents."""
 TOOL_AGENT = "tools"
 """Default agent with `rollout.tools`."""
+PROGRAM_AGENT = "program"
+"""Default agent with `rollout.program`."""
 
 
 class VllmConfig(Section):
@@ -58,6 +60,16 @@ class ToolConfig(Section):
     def is_python(self) -> bool:
         """Whether it is the tool that runs programs in the sandbox."""
         return self.function == PYTHON
+
+
+class ProgramConfig(Section):
+    """A program that leads conversations. In the YAML its text may replace the section."""
+
+    run: str = key(..., "a function, path/to/file.py:name, or a command")
+    sha256: str | None = key(
+        None, "SHA-256 of a function's file; a run is not resumed with another text"
+    )
+    folder: FilePath | None = free(None, "where a command runs; null = where the run was started")
 
 
 class RolloutConfig(Section):
@@ -117,8 +129,8 @@ class RolloutConfig(Section):
     agent: str | None = key(
         None,
         "agent that leads the conversation of each sample: a name that a plugin registers, or "
-        "by_row = that of its column agent_name, which always goes before; null = none, or tools "
-        "where rollout.tools names some",
+        "by_row = that of its column agent_name, which always goes before; null = none, or "
+        "program with rollout.program, or tools with rollout.tools",
     )
     agent_lag: int = key(
         1,
@@ -126,6 +138,29 @@ class RolloutConfig(Section):
         "0 = none, so that generation waits for each tool",
         ge=0,
         used_if="runs_agents",
+    )
+    program: Annotated[ProgramConfig | None, Word] = key(
+        None,
+        "what leads conversations by OpenAI's API, a function (file.py:name) or a command; the "
+        "agent is then `program` where rollout.agent names none",
+    )
+    program_processes: int = key(
+        64,
+        "conversations that a replica leads at the same time, each by a process; others begin "
+        "as these end",
+        ge=1,
+        used_if="program",
+    )
+    gateway: bool = key(
+        False,
+        "serve conversations by OpenAI's API, for agents that open an endpoint; always with a "
+        "program",
+        used_if="runs_agents",
+    )
+    gateway_host: str = free(
+        "127.0.0.1",
+        "address on which it listens; 0.0.0.0 = all, for programs on other hosts",
+        used_if="opens_gateway",
     )
     max_turns: int = key(8, "most turns of a conversation", ge=1, used_if="runs_agents")
     turn_timeout_s: float = free(
@@ -138,7 +173,17 @@ class RolloutConfig(Section):
     @property
     def runs_agents(self) -> bool:
         """Whether some samples may be conversations led by an agent."""
-        return self.agent is not None or bool(self.tools)
+        return self.agent is not None or bool(self.tools) or self.program is not None
+
+    @property
+    def opens_gateway(self) -> bool:
+        """Whether conversations have OpenAI's endpoints."""
+        return self.gateway or self.program is not None
+
+    @property
+    def max_conversations(self) -> int | None:
+        """Most conversations that a replica leads at the same time; None = no limit."""
+        return None if self.program is None else self.program_processes
 
     @property
     def runs_slices(self) -> bool:
@@ -149,7 +194,7 @@ class RolloutConfig(Section):
         """Return the name of the agent that leads a row's samples; "" for none."""
         if not self.runs_agents:
             return ""
-        default = self.agent or TOOL_AGENT
+        default = self.agent or (PROGRAM_AGENT if self.program else TOOL_AGENT)
         named = extra_info.get(AGENT_COLUMN)
         return str(named or ("" if default == BY_ROW else default))
 

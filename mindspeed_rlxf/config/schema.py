@@ -176,9 +176,17 @@ class RunConfig(Section):
         """First iterations with critic updates only; 0 without a critic."""
         return self.critic.warmup_iters if self.critic else 0
 
+    @property
+    def critic_iters(self) -> int:
+        """First iterations, which update the critic, if there is one."""
+        freeze_after = self.critic.freeze_after if self.critic else None
+        return min(freeze_after or self.training.train_iters, self.training.train_iters)
+
     def learning_iters(self, role: Role) -> int:
         """Return how many iterations update a trained role."""
-        return self.training.train_iters - (self.warmup_iters if role is Role.ACTOR_ROLLOUT else 0)
+        if role is Role.CRITIC:
+            return self.critic_iters
+        return self.training.train_iters - self.warmup_iters
 
     def count_updates(self, iteration: int) -> int:
         """Return how many of the iterations 1 to `iteration` update the actor."""

@@ -36,8 +36,9 @@ TEXTS = {
     "architecture.num_experts": "num_experts in its model",
     "compares_responses": "an algorithm.adv_estimator that compares responses, as grpo or rloo",
     "runs_vllm": "rollout.engine=vllm",
-    "runs_agents": "rollout.agent or rollout.tools",
-    "rollout.runs_agents": "rollout.agent or rollout.tools",
+    "runs_agents": "rollout.agent, rollout.program or rollout.tools",
+    "rollout.runs_agents": "rollout.agent, rollout.program or rollout.tools",
+    "opens_gateway": "rollout.gateway or rollout.program",
     "reward.scores_by_agent": "the rule agent in reward.rules or functions",
     "runs_slices": "rollout.max_staleness or rollout.agent",
     "runs_programs": "a rule of programs (code, code_all) in reward.rules or functions, or the "

@@ -15,7 +15,7 @@ class AgentFailure:
     """Why a conversation failed; its sample is not trained.
 
     Attributes:
-        cause: exception, timeout, tool, or no_turn.
+        cause: exception, timeout, tool, no_turn, program, or rewrite.
         message: One line.
         details: The traceback, if there is one.
     """

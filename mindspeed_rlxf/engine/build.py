@@ -42,7 +42,7 @@ def build_chunks(
     """Build this pipeline rank's model chunks on the device; one without virtual pipeline.
 
     Weights are not set; expert weights are 0. With `lora` in the role all but adapters and a score
-    head is frozen.
+    head is frozen; with `freeze: attention` the attention layers are.
     """
     assert role.architecture is not None, "checked beforehand"
     count = role.model_chunks
@@ -72,6 +72,9 @@ def build_chunks(
             module.linear = fp32_linear
         chunks.append(module.to(device=device.current_device(), dtype=dtype))
         stack_experts(chunks[-1])
+        if role.freezes_attention:
+            for layer in chunks[-1].decoder.layers:
+                layer.self_attention.requires_grad_(False)
         if role.adapters.rank:
             stage = chunk * groups.pp.size() + groups.pp.rank(), groups.pp.size() * count
             table = stage_parameters(role.architecture, head, *stage)

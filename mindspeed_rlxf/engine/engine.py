@@ -130,6 +130,7 @@ class MegatronEngine(CommonEngine):
                 role.model_chunks,
                 role.trust_files,
                 self.lora,
+                role.freezes_attention,
             )
             self._load_weights(seed)
             self.weights.reset_adapters(seed)

@@ -51,13 +51,16 @@ def split_sizes(
     pp: int,
     chunks: int = 1,
     ep: int = 1,
+    with_attention: bool = True,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return each parameter shard's elements on one rank: outside experts, and in experts.
 
-    All tensor-parallel ranks have the same sizes.
+    All tensor-parallel ranks have the same sizes. Those in attention layers may be left out.
     """
     sizes: dict[bool, list[int]] = {False: [], True: []}
     for parameter in rank_parameters(architecture, head, pp_rank, pp, chunks, 0, ep):
+        if parameter.is_of_attention and not with_attention:
+            continue
         size = prod(shard_shape(parameter, architecture, tp))
         sizes[parameter.expert is not None].append(size)
     return tuple(sizes[False]), tuple(sizes[True])

@@ -46,6 +46,11 @@ class StageParameter:
     shape: tuple[int, ...] = ()  # of the source, if the architecture does not tell it
 
     @property
+    def is_of_attention(self) -> bool:
+        """Whether it is a weight, bias or norm within an attention layer."""
+        return ".self_attention." in self.name
+
+    @property
     def is_tied_output_layer(self) -> bool:
         """Whether this is the last stage's output layer, copying the embedding."""
         return self.name.endswith(OUTPUT_LAYER.name) and self.sources == EMBEDDING.sources

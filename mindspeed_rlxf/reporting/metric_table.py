@@ -127,8 +127,8 @@ SAMPLES = (
     Metric("rollout/agent_failures", "responses", "conversations that failed and are not trained",
            (0.0, 0.0), "see the cause in rollout/agent_failures/<cause>"),
     Metric("rollout/agent_failures/<cause>", "responses", "the same, by cause: exception, timeout, "
-           "tool, or no_turn", (0.0, 0.0), "timeout: raise rollout.turn_timeout_s; else correct "
-           "the agent or the tool"),
+           "tool, no_turn, program, or rewrite", (0.0, 0.0), "timeout: raise "
+           "rollout.turn_timeout_s; else correct the agent, the tool or the program"),
     Metric("rollout/log_prob_gap_mean", "nats", "mean distance of the log-probs of generation and "
            "training, over tokens", (0.0, 0.05),
            "in bf16 fp32_head=true; algorithm.rollout_is_threshold corrects for it"),

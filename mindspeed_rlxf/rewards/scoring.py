@@ -182,7 +182,7 @@ def serve(make_handler: Callable[[Any], Callable[[dict[str, Any]], dict[str, Any
     """Read a plan, make a handler of it, and answer requests until the parent closes the socket.
 
     Messages are bytes: the pickled plan, then JSON. The program arguments are the socket
-    descriptor, the parent's process id, and the address space limit in bytes.
+    descriptor, the parent's process id, and the address space limit in bytes, -1 for none.
     """
     descriptor, parent, memory = map(int, sys.argv[1:])
     if sys.platform == "linux":
@@ -190,7 +190,8 @@ def serve(make_handler: Callable[[Any], Callable[[dict[str, Any]], dict[str, Any
     if os.getppid() != parent:
         sys.exit("the parent process was ended before this one began")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    if memory != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     os.set_inheritable(descriptor, False)
     channel = Connection(descriptor)
     try:

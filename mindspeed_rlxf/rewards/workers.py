@@ -1,7 +1,7 @@
 """A pool of killable processes: samples go in, futures with outcomes come out.
 
-It also runs the tools of agents: calls go in, their results come out. Each thread owns one process
-and its socket, so a killed one leaves nothing that others use.
+It also runs the tools of agents, and agents that are programs: calls go in, their results come out.
+Each thread owns one process and its socket, so a killed one leaves nothing that others use.
 """
 
 import json
@@ -77,6 +77,12 @@ class WorkerPool:
             self._threads[-1].start()
         return future
 
+    def stop(self, future: Future[Any]) -> None:
+        """Kill the process that works on a sample, if one does; its future ends by EXIT."""
+        process = self._shared.running.get(future)
+        if process is not None:
+            process.kill()
+
     def close(self) -> None:
         """Kill all processes and their descendants; pending futures fail."""
         self._end()
@@ -93,6 +99,7 @@ class _Shared:
     read_reply: Callable[[dict[str, Any]], Any]
     tasks: SimpleQueue[tuple[Any, Future[Any]] | None] = field(default_factory=SimpleQueue)
     processes: "set[_Process]" = field(default_factory=set)
+    running: "dict[Future[Any], _Process]" = field(default_factory=dict)
     broken: str = ""  # why no further sample is scored
 
     def check(self) -> None:
@@ -123,6 +130,7 @@ def _work(shared: _Shared) -> None:
                 process = None
             shared.check()
             process = process or _Process(shared)
+            shared.running[future] = process
             if not future.set_running_or_notify_cancel():  # nobody waits for it any more
                 continue
             data = json.dumps(asdict(sample), default=str).encode()
@@ -135,6 +143,8 @@ def _work(shared: _Shared) -> None:
             shared.broken = shared.broken or str(error) or repr(error)
             with suppress(InvalidStateError):  # of one that was cancelled
                 future.set_exception(ScoringBroken(shared.broken))
+        finally:
+            shared.running.pop(future, None)
     shared.tasks.put(None)
     if process is not None:
         process.end()

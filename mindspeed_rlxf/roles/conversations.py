@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from mindspeed_rlxf.agents.conversation import ChatTemplate
 from mindspeed_rlxf.agents.dialect import Dialect
+from mindspeed_rlxf.agents.gateway import close_gateway, open_gateway
 from mindspeed_rlxf.agents.live_session import Ask, LiveSession, Move, RowLimits
 from mindspeed_rlxf.agents.loop import AgentLoop
+from mindspeed_rlxf.agents.programs import open_programs
 from mindspeed_rlxf.agents.session import AGENTS, GIVES_FIRST, Agent
 from mindspeed_rlxf.agents.tools import open_tools
 from mindspeed_rlxf.config.schema import RunConfig
@@ -33,7 +35,7 @@ from mindspeed_rlxf.rollout.rollout_engine import (
     GenerationStats,
     StepwiseEngine,
 )
-from mindspeed_rlxf.rollout.sampling import Sampling, SamplingSettings
+from mindspeed_rlxf.rollout.sampling import Sampling, SamplingSettings, attempt_seed
 
 if TYPE_CHECKING:
     from mindspeed_rlxf.rollout.replica import Replica  # brings in Megatron
@@ -99,9 +101,14 @@ class AgentHost:
 
 
 def _make_dialects(config: RunConfig, eos_token_ids: Sequence[int]) -> dict[bool, Dialect]:
-    """Open the tools; return the dialects of text prompts and of chats."""
+    """Open tools, gateway and programs; return the dialects of text prompts and of chats."""
     tokenizer, data = load_tokenizer(config.training.tokenizer_name_or_path), config.data
     schemas = open_tools(config.rollout, config.reward).schemas
+    close_gateway()
+    if config.rollout.opens_gateway:
+        tools = [schema["function"]["name"] for schema in schemas]
+        open_gateway(config.rollout.gateway_host, config.actor_rollout.stop_strings, tools)
+    open_programs(config.rollout)
     template = ChatTemplate(
         tokenizer,
         eos_token_ids,
@@ -119,10 +126,12 @@ class Conversation:
 
     Attributes:
         session: None beside the leader.
+        seed: Of the run.
         due: Slice at whose end the agent's decision is read; None while a turn is sampled.
     """
 
     session: LiveSession | None
+    seed: int
     due: int | None = None
 
 
@@ -152,10 +161,12 @@ class Conversations:
 
         Returns the samples that end before their first turn, as rows of `version`.
         """
-        new = self._samples.pop_unstarted()
+        limit = self._host.rollout.max_conversations
+        room = None if limit is None else max(0, limit - len(self._conversations))
+        new = self._samples.pop_unstarted(room)
         for sample in new:
             session = self._host.start(sample) if self._host.is_leader else None
-            self._conversations[sample.key] = Conversation(session)
+            self._conversations[sample.key] = Conversation(session, sample.request.seed)
         return self._read_decisions([sample.key for sample in new], version)
 
     def _end_turn(self, result: GenerationResult) -> None:
@@ -206,7 +217,13 @@ class Conversations:
         conversation.due = None
         settings = replace(sample.request.settings, max_new_tokens=ask.limit)
         turn_start = len(ask.begun.tokens) if ask.begun is not None else 0
-        request = replace(sample.request, settings=settings, begun=ask.begun, turn_start=turn_start)
+        request = replace(
+            sample.request,
+            settings=settings,
+            seed=attempt_seed(conversation.seed, ask.attempt),
+            begun=ask.begun,
+            turn_start=turn_start,
+        )
         self._samples.go_on(request, sample.sampling)
 
 

@@ -167,10 +167,11 @@ class DrawnSamples:
         sample.result = result
         return sample
 
-    def pop_unstarted(self) -> list[DrawnSample]:
-        """Return the samples whose agents start now, in the order of the stream."""
-        starting = sorted(self._unstarted, key=lambda sample: sample.order)
-        self._unstarted = []
+    def pop_unstarted(self, limit: int | None) -> list[DrawnSample]:
+        """Return at most `limit` samples whose agents start now, in the order of the stream."""
+        unstarted = sorted(self._unstarted, key=lambda sample: sample.order)
+        starting = unstarted[:limit]
+        self._unstarted = unstarted[len(starting) :]
         self._with_agents |= {sample.key: sample for sample in starting}
         return starting
 

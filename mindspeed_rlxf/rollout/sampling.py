@@ -122,6 +122,13 @@ def uniform_numbers(seed: int, sample_id: int, count: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(key=[seed, sample_id])).random(count)
 
 
+def attempt_seed(seed: int, attempt: int) -> int:
+    """Return the seed of a conversation that has taken back `attempt` turns; `seed` for none."""
+    if attempt == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, attempt]).generate_state(1)[0])
+
+
 def choose_tokens(
     logits: Tensor, uniforms: Tensor, generated: Tensor, settings: SamplingSettings
 ) -> tuple[Tensor, Tensor]:

@@ -98,8 +98,8 @@ class PpoTrainer:
 
         With `validation.before` a run at iteration 0 validates first. An iteration: weights ->
         its samples -> log-probs, values -> experience -> updates; the actor's only after the
-        warm-up iterations; then hooks. Experience is made on the critic's ranks, or the actor's
-        without a critic.
+        warm-up iterations, the critic's until it is frozen; then hooks. Experience is made on the
+        critic's ranks, or the actor's without a critic.
 
         With a lead of 1 an iteration's samples were generated beside the updates before, and those
         of the next are generated beside its own, with the weights before them. Its own are missing
@@ -129,7 +129,7 @@ class PpoTrainer:
             phases = self._make_experience(samples)
             rollouts, experience = samples.rollouts, phases["adv"].rows()
             updates: dict[str, Pending] = {}
-            if self.critic:
+            if self.critic and self.iteration <= self.config.critic_iters:
                 updates["update_critic"] = self.critic.update_critic(
                     rollouts, experience, samples.responses, self.iteration
                 )

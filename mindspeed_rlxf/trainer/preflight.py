@@ -19,7 +19,7 @@ from mindspeed_rlxf.checkpoint.store import RunStore, check_chosen, check_resume
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.hf_config import WEIGHTS_FOLDER, find_disagreements, read_hf_config
 from mindspeed_rlxf.config.problems import MissingFile, Problem, UserError, closest
-from mindspeed_rlxf.config.rollout_section import AGENT_COLUMN, BY_ROW
+from mindspeed_rlxf.config.rollout_section import AGENT_COLUMN, BY_ROW, PROGRAM_AGENT
 from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
 from mindspeed_rlxf.data.decoding import special_ids
 from mindspeed_rlxf.data.files import describe_keys, find_row_without, list_keys
@@ -427,6 +427,10 @@ def _check_agents(config: RunConfig, prepared: Prepared) -> list[Problem]:
     if rollout.agent == BY_ROW and names <= {""}:
         remedy = f"add the column {AGENT_COLUMN} to rows, or name an agent"
         return [Problem("rollout.agent", "must be named by some row", BY_ROW, remedy)]
+    if PROGRAM_AGENT in names and rollout.program is None:
+        remedy = "name a function or a command"
+        rule = f"must be given for the agent {PROGRAM_AGENT}"
+        return [Problem("rollout.program", rule, remedy=remedy)]
     names -= {"", *AGENTS}
     registered = ", ".join(sorted(AGENTS)) or "none is registered"
     remedy = "add the file that registers it to training.plugins"

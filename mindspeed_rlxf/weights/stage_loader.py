@@ -50,11 +50,13 @@ class StageWeights:
         chunks: int = 1,
         trust_files: bool = False,
         lora: LoraConfig | None = None,
+        freezes_attention: bool = False,
     ) -> None:
         """Match the module's parameters with this rank's in the architecture.
 
         `module` is the stage, or a ModuleList with its chunks if there are several. `trust_files`
-        is for source folders, see `open_weights`. `lora` describes its adapters, if it has any.
+        is for source folders, see `open_weights`. `lora` describes its adapters, if it has any;
+        `freezes_attention`: attention layers are not trained.
         """
         self.architecture = architecture
         self.head = head
@@ -66,6 +68,7 @@ class StageWeights:
         position = (pp_group.rank(), pp_group.size(), chunks, ep_group.rank(), ep_group.size())
         self.table = list(rank_parameters(architecture, head, *position))
         self.lora = lora or LoraConfig()
+        self.freezes_attention = freezes_attention
         self.adapters = self.adapters_of(self.table)
         self._adapters = {parameter.sources[0]: parameter for parameter in self.adapters}
         names = {p.name for p in (*self.table, *self.adapters)}
@@ -76,7 +79,12 @@ class StageWeights:
         return list(adapter_parameters(table, self.architecture, self.lora))
 
     def trained_of(self, table: list[StageParameter]) -> list[StageParameter]:
-        """Return what is trained of these parameters: adapters and a score head, or all."""
+        """Return what is trained of these parameters.
+
+        Adapters and a score head, or all, without attention where that is frozen.
+        """
+        if self.freezes_attention:
+            return [parameter for parameter in table if not parameter.is_of_attention]
         if self.lora.rank == 0:
             return table
         return self.adapters_of(table) + [p for p in table if p.sources == SCORE_HEAD.sources]

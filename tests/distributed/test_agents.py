@@ -66,6 +66,20 @@ def test_delays_of_agents_change_nothing(warm_runtime: Any, tmp_path: Path) -> N
     assert one.metrics[0]["metrics"]["critic/score/max"] > 0.0
 
 
+@pytest.mark.parametrize(
+    "keys", [{}, pytest.param({**APART, "rollout.max_staleness": 1}, marks=LONG)], ids=["0", "1"]
+)
+def test_a_program_leads_the_run_of_an_agent_in_the_process(
+    warm_runtime: Any, tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    keys = {"rollout.agent_lag": 2, "algorithm.turn_rewards": True, **keys}
+    ours = lead(tmp_path / "agent", warm_runtime, "two_turns", **keys)
+    program = {"rollout.program": f"{agents.__file__}:two_turns", "rollout.program_processes": 16}
+    theirs = lead(tmp_path / "program", warm_runtime, "null", **keys, **program)
+    assert_same(ours, theirs)
+    assert ours.metrics[0]["metrics"]["rollout/turns/mean"] == 2.0
+
+
 def test_log_probs_of_observations_change_no_bit_of_the_weights(
     warm_runtime: Any, tmp_path: Path
 ) -> None:

@@ -41,6 +41,7 @@ class MeasuredActor(Measured, ActorRole): ...
 class MeasuredCritic(Measured, CriticRole): ...
 
 
+ADAPTERS = {"lora": {"rank": 4}}
 KINDS: dict[Role, tuple[Any, Any]] = {
     Role.ACTOR_ROLLOUT: (MeasuredActor, ActorRole.update_policy),
     Role.CRITIC: (MeasuredCritic, CriticRole.update_critic),
@@ -70,23 +71,24 @@ def storages(values: Iterable[Any]) -> dict[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("role", "architecture", "adapters"),
+    ("role", "architecture", "keys"),
     [
-        pytest.param(Role.ACTOR_ROLLOUT, TIED, 0, id="tied-actor"),
-        pytest.param(Role.CRITIC, PLAIN, 0, id="critic"),
-        pytest.param(Role.CRITIC, PLAIN, 4, id="critic-adapters"),
-        pytest.param(Role.ACTOR_ROLLOUT, TIED, 4, id="tied-actor-adapters", marks=LONG),
-        pytest.param(Role.ACTOR_ROLLOUT, PLAIN, 0, id="actor", marks=LONG),
-        pytest.param(Role.CRITIC, TIED, 0, id="tied-critic", marks=LONG),
+        pytest.param(Role.ACTOR_ROLLOUT, TIED, {}, id="tied-actor"),
+        pytest.param(Role.CRITIC, PLAIN, {}, id="critic"),
+        pytest.param(Role.CRITIC, PLAIN, ADAPTERS, id="critic-adapters"),
+        pytest.param(Role.CRITIC, PLAIN, {"freeze": "attention"}, id="critic-attention"),
+        pytest.param(Role.ACTOR_ROLLOUT, TIED, ADAPTERS, id="tied-actor-adapters", marks=LONG),
+        pytest.param(Role.ACTOR_ROLLOUT, PLAIN, {}, id="actor", marks=LONG),
+        pytest.param(Role.CRITIC, TIED, {}, id="tied-critic", marks=LONG),
     ],
 )
-def test_plan_is_what_is_allocated(warm_runtime, tmp_path, role, architecture, adapters):
+def test_plan_is_what_is_allocated(warm_runtime, tmp_path, role, architecture, keys):
     lm, scored = make_pair(tmp_path, architecture)
     rollouts = make_rollouts()
     for name, (size, layout, distributed) in LAYOUTS.items():
         optimizer = OptimizerConfig(lr=1e-3, use_distributed_optimizer=distributed)
-        lora = {name: {"lora": {"rank": adapters}} for name in ("actor_rollout", "critic")}
-        config = run_config(lm, scored, architecture, layout, size, optimizer, **lora)
+        of_role = {role.value: keys}
+        config = run_config(lm, scored, architecture, layout, size, optimizer, **of_role)
         kind, step = KINDS[role]
         group = build_group(warm_runtime, config.layout(role), kind, config, role=role)
         update(group, step, rollouts, make_experience(rollouts))

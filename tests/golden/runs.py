@@ -12,6 +12,7 @@ from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 from tests import training
+from tests.distributed import agents
 from tests.processes import read_metrics
 
 FOLDER = Path(__file__).resolve().parent
@@ -46,6 +47,28 @@ PPO = {
     "critic.micro_batch_size": 16,
 }
 GROUPS = {"training.global_batch_size": 16, "actor_rollout.n_samples_per_prompt": 4}
+# As ppo_trainer_qwen3_8b_agents: conversations of two turns, one to each prompt.
+SAO = {
+    **PPO,
+    "training.plugins": f"[{agents.__file__}]",
+    "training.seq_length": 24,
+    "actor_rollout.max_new_tokens": 16,
+    "actor_rollout.ppo_epochs": 1,
+    "actor_rollout.policy_loss": "dis",
+    "actor_rollout.clip_ratio_low": 0.2,
+    "actor_rollout.clip_ratio_high": 0.28,
+    "critic.critic_mini_batch_size": 64,
+    "critic.critic_update_epochs": 2,
+    "critic.freeze": "attention",
+    "critic.warmup_iters": 2,
+    "critic.freeze_after": 17,
+    "rollout.agent": "two_turns",
+    "+reward.rules": "{arithmetic: agent}",
+    "algorithm.old_log_probs": "rollout",
+    "algorithm.lam_alpha": 0.5,
+    "algorithm.critic_lam": 1.0,
+    "algorithm.kl_ctrl.kl_coef": 0.0,
+}
 # name -> (configuration, keys that are changed in it)
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gae": ("ppo_trainer_tiny", PPO),
@@ -71,6 +94,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         **GROUPS, "algorithm.adv_estimator": "reinforce_plus_plus_baseline",
     }),
     "remax": ("grpo_trainer_tiny", {**GROUPS, "algorithm.adv_estimator": "remax"}),
+    "sao": ("ppo_trainer_tiny", SAO),
     "online_dpo": ("online_dpo_trainer_tiny", WITH_PASS),
     "online_ipo": ("online_dpo_trainer_tiny", {**WITH_PASS, "actor_rollout.dpo_loss_type": "ipo"}),
 }  # fmt: skip
@@ -101,7 +125,8 @@ def run(name: str, out: Path, runtime: Any, more: dict[str, Any] | None = None) 
     lines = read_metrics(training.run(config, runtime).path)
     assert len(lines) == config.training.train_iters
     WRITTEN.update(*lines)
-    return {key: [line[key] for line in lines] for key in KEPT if key in lines[0]}
+    curves = {key: [line[key] for line in lines if key in line] for key in KEPT}
+    return {key: values for key, values in curves.items() if values}
 
 
 def fingerprint() -> dict[str, str]:

@@ -1,11 +1,13 @@
 """PPO teaches the tiny policy to call its calculator, and only where calls help."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.processes import ROOT, read_metrics, run_python
+from tests.unit.agents import own_programs
 
 ACCURACY = "val/arithmetic/accuracy"
 
@@ -48,3 +50,27 @@ def test_the_policy_learns_to_call(demo: Path, seed: int) -> None:
 def test_wrong_results_teach_no_calls(demo: Path) -> None:
     accuracies, _ = train(demo, "shuffled", "rollout.agent=shuffled_calculator")
     assert max(accuracies) <= 0.6
+
+
+@pytest.mark.parametrize("name", ["function", "openai"])
+def test_a_program_trains_the_policy_as_the_agent_in_the_process_does(
+    demo: Path, name: str
+) -> None:
+    """Bit by bit: every sampled token, and every metric but times."""
+    program = f"{own_programs.__file__}:calculate"
+    if name == "openai":
+        pytest.importorskip("openai", reason="the program uses the package openai")
+        program = f"{sys.executable} examples/agent/openai_calculator.py"
+    few = ("training.train_iters=4", "rollout.agent_lag=2")
+    train(demo, "agent", *few)
+    train(demo, name, *few, "rollout.agent=program", f"rollout.program={program}")
+    ours, theirs = read_metrics(demo / "agent"), read_metrics(demo / name)
+    timed = ("timing/", "throughput/", "memory/")
+    for one, other in zip(ours, theirs, strict=True):
+        assert without(one, timed) == without(other, timed)
+    texts = [(demo / n / "samples.jsonl").read_text(encoding="utf-8") for n in ("agent", name)]
+    assert texts[0] == texts[1]
+
+
+def without(line: dict[str, float], prefixes: tuple[str, ...]) -> dict[str, float]:
+    return {key: value for key, value in line.items() if not key.startswith(prefixes)}

@@ -11,7 +11,12 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.host_rules import PROCESS_BYTES
 from mindspeed_rlxf.config.rank_layout import count_per_node
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.models.parameter_counts import HEADS, adapter_sizes, model_elements
+from mindspeed_rlxf.models.parameter_counts import (
+    HEADS,
+    adapter_sizes,
+    model_elements,
+    split_sizes,
+)
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.ops.planning.available import is_joined, on_cpu
 from mindspeed_rlxf.ops.planning.memory import PoolMemory, has_model
@@ -187,9 +192,11 @@ def _checkpoint_bytes(config: RunConfig, role: Role) -> int:
 
 
 def _trained(config: RunConfig, role: Role) -> int:
-    """Count the elements that training changes: of adapters and a score head, or all."""
+    """Count the elements that training changes: of adapters and a score head, or of layers."""
     section = config.role(role)
     head = HEADS[role]
+    if section.freezes_attention:
+        return sum(map(sum, split_sizes(section.architecture, head, 1, 0, 1, with_attention=False)))
     if section.adapters.rank == 0:
         return _numbers(config, role)
     score = section.architecture.hidden_size if head is Head.SCORE else 0

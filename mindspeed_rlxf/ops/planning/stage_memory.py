@@ -277,10 +277,13 @@ class PipelineStage:
         self.shared, self.experts = split_sizes(*self.shard)
         self.numbers = sum(self.shared) + sum(self.experts)
         # Elements of one of Megatron's buffers, and the replicas that sum its gradients.
-        separate = [(self.shared, copies), (self.experts, copies // self.ep)]
-        self.buffers = separate if self.ep > 1 else [(self.shared + self.experts, copies)]
+        trained, experts = split_sizes(
+            *self.shard, with_attention=not self.section.freezes_attention
+        )
+        separate = [(trained, copies), (experts, copies // self.ep)]
+        self.buffers = separate if self.ep > 1 else [(trained + experts, copies)]
         self.is_last = pp_rank == self.layout.pp - 1
-        self.frozen = 0  # elements without gradients
+        self.frozen = self.numbers - sum(trained) - sum(experts)  # elements without gradients
         self.adapters: tuple[int, ...] = ()
         if self.lora.rank:
             self.adapters = adapter_sizes(

@@ -21,6 +21,8 @@ STEP_S = 0.3
 class Characters:
     """A dialect in which a token is the code of a character, and a turn `c!` a call of c."""
 
+    is_chat = True
+
     def observation_ids(self, messages: Any, ended_with_eos: bool) -> list[int]:
         mark = "<" if ended_with_eos else "|<"
         return [ord(c) for message in messages for c in mark + message["content"]]
@@ -39,16 +41,21 @@ class Led:
     """Runs a coroutine as an agent, and gives it turns of the test."""
 
     def __init__(self, loop: AgentLoop, run: Callable[..., Any], tokens: int = 20) -> None:
+        self.start(loop, run, tokens)
+        loop.wait([self.session])
+
+    def start(
+        self, loop: AgentLoop, run: Callable[..., Any], tokens: int, sample_id: int = 7
+    ) -> None:
         self.loop = loop
         limits = RowLimits(tokens, 3, (EOS,))
         dialect: Any = Characters()
         self.session = LiveSession(
-            7, "test", [1], [{"role": "user", "content": "?"}], {}, "truth", limits,
+            sample_id, "test", [1], [{"role": "user", "content": "?"}], {}, "truth", limits,
             dialect, loop.note_ask,
         )  # fmt: skip
         agent: Any = type("Agent", (), {"run": staticmethod(run)})
         loop.start(self.session, agent)
-        loop.wait([self.session])
 
     def hear(self, text: str, version: int = 0) -> None:
         """Sample this turn; a `.` at its end is an EOS."""

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from mindspeed_rlxf.config.keys import PLAIN_SECTIONS, ROLE_SECTIONS
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.problems import ConfigError
-from mindspeed_rlxf.config.rollout_section import ToolConfig
+from mindspeed_rlxf.config.rollout_section import ProgramConfig, ToolConfig
 from mindspeed_rlxf.config.schema import (
     AlgorithmConfig,
     ArchitectureConfig,
@@ -45,6 +45,7 @@ CONSOLE, RECORDER = "reporting/test_console.py", "trainer/test_recorder.py"
 PROMPT_KEYS, PROMPTS = "data/test_prompt_keys.py", "data/test_prompts.py"
 FUNCTIONS, MODEL_REWARD = "config/test_reward_functions.py", "roles/test_model_reward.py"
 CONVERSATIONS, TOOLS = "roles/test_conversations.py", "agents/test_tools.py"
+PROGRAMS = "roles/test_programs.py"
 ROLES = ("actor_rollout", "ref", "critic", "reward")
 
 ACTOR, CRITIC = "actor_rollout.", "critic."
@@ -136,6 +137,8 @@ ALGORITHM: dict[str, Any] = {
     "mask_truncated": Shown("roles/test_experience.py",
      "test_truncated_responses_count_in_their_group_and_are_not_trained"),
     "filter_groups": Shown(STREAM, "test_without_staleness_only_missing_groups_are_drawn_again"),
+    "skip_zero_advantages": Shown("../distributed/test_policy_losses.py",
+     "test_responses_without_advantages_are_not_in_the_mean"),
     "max_num_gen_batches": Shown(STREAM, "test_after_the_last_batch_alike_groups_fill_the_rest"),
     "score_position": Case("eos", see.experience),
     "score_slot_limit": Case("batch_width", see.driven), "advantage_whiten": Case("none", see.loss),
@@ -246,7 +249,7 @@ ACTOR_KEYS: dict[str, Any] = {
 CRITIC_KEYS: dict[str, Any] = {
     **LEARNING_KEYS, "critic_mini_batch_size": Case(24), "critic_update_epochs": Case(2),
     "warmup_iters": Case(1), "cliprange_value": Case(0.1, see.valued),
-    "vf_coef": Case(0.5, see.valued),
+    "vf_coef": Case(0.5, see.valued), "freeze": Case("attention"), "freeze_after": Case(1),
 }  # fmt: skip
 REWARD_KEYS: dict[str, Any] = {
     "kind": Case("model", base={"placement.reward": "main"}),
@@ -371,7 +374,19 @@ ROLLOUT = {
     "tool_processes": Shown(TOOLS, "test_a_tool_that_ends_or_hangs_is_a_message"),
     "max_tool_response_length": Shown(TOOLS, "test_a_long_result_loses_its_middle"),
     "turn_timeout_s": Shown(CONVERSATIONS, "test_the_configuration_ends_conversations"),
+    "program": Shown(PROGRAMS,
+     "test_a_program_leads_the_conversations_of_an_agent_in_the_process"),
+    "program_processes": Shown(PROGRAMS,
+     "test_fewer_processes_than_samples_lead_them_in_the_order_of_the_stream"),
+    "gateway": Shown(CONVERSATIONS, "test_an_agent_opens_an_endpoint_where_the_run_has_a_gateway"),
+    "gateway_host": Shown(CONVERSATIONS,
+     "test_an_agent_opens_an_endpoint_where_the_run_has_a_gateway"),
 }  # fmt: skip
+PROGRAM_KEYS = {
+    "run": Shown(PROGRAMS, "test_a_command_reads_its_row_and_gives_its_reward"),
+    "folder": Shown(PROGRAMS, "test_a_command_reads_its_row_and_gives_its_reward"),
+    "sha256": Shown(PROGRAMS, "test_a_function_stands_with_its_file_and_its_hash"),
+}
 TOOL_KEYS = dict.fromkeys(
     ("function", "sha256"), Shown(TOOLS, "test_a_tool_stands_with_its_file_and_its_hash")
 )
@@ -392,7 +407,7 @@ TABLE: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "training": (TrainingConfig, TRAINING), "algorithm": (AlgorithmConfig, ALGORITHM),
     "algorithm.kl_ctrl": (KlControlConfig, KL_CTRL),
     "rollout": (PLAIN_SECTIONS["rollout"], ROLLOUT), "rollout.vllm": (VllmConfig, VLLM),
-    "rollout.tools": (ToolConfig, TOOL_KEYS),
+    "rollout.tools": (ToolConfig, TOOL_KEYS), "rollout.program": (ProgramConfig, PROGRAM_KEYS),
     "reward.function": (FunctionConfig, FUNCTION_KEYS), "reward.sandbox": (SandboxConfig, SANDBOX),
     "data": (PLAIN_SECTIONS["data"], DATA),
     "validation": (PLAIN_SECTIONS["validation"], VALIDATION),

@@ -116,7 +116,8 @@ def test_every_configuration_names_its_folders_as_the_scripts_do(
     scored = {Role.CRITIC, Role.REWARD}
     loads = {role: config.role(role).load for role in config.roles}
     assert {load for role, load in loads.items() if role not in scored} == {folder}
-    scorers = {folder, None} if name.endswith("_lora") else {f"{folder}-orm", None}
+    has_fresh_head = name.endswith(("_lora", "_agents"))
+    scorers = {folder, None} if has_fresh_head else {f"{folder}-orm", None}
     assert {load for role, load in loads.items() if role in scored} <= scorers
     prompts = default(model, "data_convert_MODEL_ppo", "OUTPUT_PREFIX")
     assert list(config.data.data_path) in ([prompts], [])

@@ -6,9 +6,11 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
+from mindspeed_rlxf.agents.gateway import open_endpoint
 from mindspeed_rlxf.agents.session import AGENTS
 from mindspeed_rlxf.config.generation_memory import Capacities
 from mindspeed_rlxf.config.schema import (
@@ -30,6 +32,7 @@ from mindspeed_rlxf.rollout.rollout_engine import (
     GenerationStats,
 )
 from tests.golden.runs import START
+from tests.unit.agents.served import Client
 from tests.unit.roles.test_slices import prompts_of, run_slices, same_rows
 from tests.unit.rollout.conftest import whole_model_decodes
 from tests.unit.rollout.test_native import EOS, TinyModel, engine
@@ -374,6 +377,31 @@ def test_ranks_beside_the_leader_follow_what_it_broadcasts(make_role: Any) -> No
     rows = follower.take(prompts.sample_ids).rows
     assert rows.response_ids.equal(output.rows.response_ids)
     assert rows.trained_mask.equal(output.rows.trained_mask) and not sent
+
+
+class OpensEndpoint:
+    """Notes where the gateway listens, and that it takes a turn's request."""
+
+    def __init__(self) -> None:
+        self.hosts: set[str | None] = set()
+
+    async def run(self, session: Any) -> None:
+        async with open_endpoint(session) as endpoint:
+            self.hosts.add(urlsplit(endpoint.base_url).hostname)
+            client = Client(endpoint.base_url, endpoint.api_key)
+            await asyncio.to_thread(client.say, endpoint.messages)
+
+
+def test_an_agent_opens_an_endpoint_where_the_run_has_a_gateway(make_role: Any) -> None:
+    prompts = prompts_of(0, 1)
+    one_turn, _ = generate(make_role(OneTurn()), prompts)
+    for host in ("127.0.0.1", "127.0.0.2"):
+        agent = OpensEndpoint()
+        output, _ = generate(make_role(agent, gateway=True, gateway_host=host), prompts)
+        same_rows(output.rows, one_turn.rows)
+        assert agent.hosts == {host}
+    without, _ = generate(make_role(OpensEndpoint()), prompts)
+    assert all("rollout.gateway" in r.failure.message for r in without.report.records)
 
 
 class TalksOn:

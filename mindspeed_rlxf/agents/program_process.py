@@ -1,0 +1,146 @@
+"""Run programs that lead conversations: `main` runs in a process started by `rewards.workers`."""
+
+import asyncio
+import ctypes
+import inspect
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_rlxf.config.plugins import Source, run_as_module
+from mindspeed_rlxf.config.reward_section import find_function
+from mindspeed_rlxf.rewards.outcome import ScoreFailure, to_result
+from mindspeed_rlxf.rewards.scoring import format_traceback, serve
+
+MAX_OUTPUT = 4000  # characters of a failed command's stderr, the last ones
+
+
+@dataclass(frozen=True)
+class ProgramPlan:
+    """Everything a process needs to run a program.
+
+    Attributes:
+        source: The file of a function; None = a command.
+        run: Name of the function, or the command line.
+        folder: Where a command runs.
+        python_path: PYTHONPATH of a command; None = not set.
+    """
+
+    source: Source | None
+    run: str
+    folder: str | None
+    python_path: str | None
+
+
+@dataclass(frozen=True)
+class ProgramRequest:
+    """A conversation to lead.
+
+    Attributes:
+        row: What the program gets: messages, ground_truth, extra_info, sample_id.
+        base_url: Of the session's endpoint.
+        api_key: Its secret.
+    """
+
+    row: dict[str, Any]
+    base_url: str
+    api_key: str
+
+
+def main() -> None:
+    """Run programs until the parent closes the socket."""
+    serve(make_runner)
+
+
+def make_runner(plan: ProgramPlan) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return a function from a `ProgramRequest` as a dict to {score, parts} or {message, details}.
+
+    It runs the plan's file, whose exceptions it lets through.
+    """
+    if plan.source is None:
+        return lambda request: _hide(request["api_key"], _run_command(plan, **request))
+    function = find_function(run_as_module(plan.source), plan.run)
+    return lambda request: _hide(request["api_key"], _call(function, **request))
+
+
+def _hide(secret: str, reply: dict[str, Any]) -> dict[str, Any]:
+    """Replace a secret in the texts of a failure, which are logged."""
+    texts = {
+        name: text.replace(secret, "***") for name, text in reply.items() if isinstance(text, str)
+    }
+    return {**reply, **texts}
+
+
+def _call(
+    function: Callable[..., Any], row: dict[str, Any], base_url: str, api_key: str
+) -> dict[str, Any]:
+    os.environ.update(OPENAI_BASE_URL=base_url, OPENAI_API_KEY=api_key)
+    try:
+        with _output_dropped():
+            value = function(row)
+            if inspect.iscoroutine(value):
+                value = asyncio.run(value)
+        result = to_result(value)
+        parts = {n: part for n, part in result.parts.items() if not isinstance(part, str)}
+        return {"score": result.score, "parts": parts}
+    except ScoreFailure as failure:
+        return {"message": failure.message}
+    except BaseException as error:
+        message = f"{type(error).__name__}: {error}"
+        return {"message": message, "details": format_traceback(error)}
+
+
+@contextmanager
+def _output_dropped() -> Iterator[None]:
+    """Drop what is printed: clients print addresses, which hold tokens."""
+    kept = [os.dup(1), os.dup(2)]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+            stream.flush()
+            os.dup2(kept[number - 1], number)
+        for descriptor in (*kept, nowhere):
+            os.close(descriptor)
+
+
+def _run_command(
+    plan: ProgramPlan, row: dict[str, Any], base_url: str, api_key: str
+) -> dict[str, Any]:
+    """Run a command with the row as JSON on its standard input."""
+    environment = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+    environment.pop("PYTHONPATH", None)
+    if plan.python_path is not None:
+        environment["PYTHONPATH"] = plan.python_path
+    try:
+        ended = subprocess.run(
+            shlex.split(plan.run),
+            input=json.dumps(row, ensure_ascii=False).encode(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            cwd=plan.folder,
+            env=environment,
+            check=False,
+            preexec_fn=_end_with_parent,
+        )
+    except OSError as error:
+        return {"message": f"the command does not start: {error}"}
+    if ended.returncode:
+        output = ended.stderr.decode(errors="replace")[-MAX_OUTPUT:]
+        return {"message": f"it ended with code {ended.returncode}", "details": output}
+    return {"score": None, "parts": {}}
+
+
+def _end_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
