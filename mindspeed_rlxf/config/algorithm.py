@@ -120,6 +120,13 @@ class AlgorithmConfig(Section):
     max_num_gen_batches: Annotated[int, Field(ge=1)] | None = key(
         10, "filter_groups: batches generated at most; null = no limit", only_if="filter_groups"
     )
+    skip_zero_advantages: bool = key(
+        False,
+        "responses whose advantages are all 0 are not computed in the update, nor counted in its "
+        "means",
+        only_if=f"{NOT_DPO}; !kl_ctrl.kl_coef; advantage_whiten!=minibatch; "
+        "!actor_rollout.entropy_coeff",
+    )
     score_position: Literal["after_eos", "eos"] = key(
         "after_eos",
         "position that gets the score of a response that ended: after_eos or eos",

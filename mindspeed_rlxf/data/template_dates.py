@@ -32,7 +32,8 @@ def template_arguments(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> 
 
 def fix_date(template: str, day: datetime.date) -> str:
     """Return a template whose clock stands still at midnight of a day."""
-    parts = [f"replace('%{letter}', '{day.strftime(f'%{letter}')}')" for letter in DIRECTIVES]
-    parts += [f"replace('%-{letter}', '{day.strftime(f'%-{letter}')}')" for letter in "dmHIMSj"]
-    clock = f"{{% macro {CLOCK}(format) %}}{{{{ format | {' | '.join(parts)} }}}}{{% endmacro %}}"
+    directives = [f"%{letter}" for letter in DIRECTIVES]
+    directives += [f"%-{letter}" for letter in "dmHIMSj"]
+    filters = [f"replace('{directive}', '{day.strftime(directive)}')" for directive in directives]
+    clock = f"{{% macro {CLOCK}(format) %}}{{{{ format | {' | '.join(filters)} }}}}{{% endmacro %}}"
     return f"{clock}{template}"

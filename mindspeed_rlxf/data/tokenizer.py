@@ -227,7 +227,7 @@ class SpecialTokens:
         Words inserted by `hide` become their special token's spelling, tokenized as text.
         """
         if not self._tokenizer.is_fast:
-            return self._ids_of_parts(text)
+            return self._ids_around_special_tokens(text)
         core, ids_of_marks = self._renamed
         marked = self._pattern.sub(lambda name: self._mark(name[0]), text)
         ids = core.encode(self.restore(marked), add_special_tokens=False).ids
@@ -259,7 +259,7 @@ class SpecialTokens:
         marks: list[Any] = [core.token_to_id(self._mark(name)) for name in self._names]
         return core, dict(zip(marks, map(int, ids), strict=True))
 
-    def _ids_of_parts(self, text: str) -> list[int]:
+    def _ids_around_special_tokens(self, text: str) -> list[int]:
         """Tokenize special tokens by id, and the text between on its own."""
         ids = []
         start = 0

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from mindspeed_rlxf.algorithms.kl import kl_per_token
 from mindspeed_rlxf.algorithms.losses import LossOutput, Mean, PolicyLoss, truncated_importance
@@ -208,13 +209,34 @@ class ActorRole:
         rollouts = replace(rollouts, trained_mask=trained)
         metrics: list[dict[str, float]] = []
         for rows in steps:
-            step = self.objective.step(rollouts, experience, rows, kl_coef)
+            step_rollouts, step_experience, step_rows = rollouts, experience, rows
+            if self.algorithm.skip_zero_advantages:
+                step_rows, trained = self._skip_zero_advantages(experience, rows)
+                step_rollouts = replace(rollouts, trained_mask=trained)
+                step_experience = replace(experience, trained_mask=trained)
+            step = self.objective.step(step_rollouts, step_experience, step_rows, kl_coef)
             if self.measures and not metrics:  # later steps have other weights than generation
                 kind = self.algorithm.kl_penalty
-                step = measure_differences(step, rollouts, experience, kind)
-            batches = self.engine.micro_batches(rollouts, rows)
+                step = measure_differences(step, step_rollouts, step_experience, kind)
+            batches = self.engine.micro_batches(step_rollouts, step_rows)
             metrics.append(self.engine.train_step(batches, step))
         return RoleOutput(report=UpdateReport(metrics, self.engine.end_iteration()))
+
+    def _skip_zero_advantages(
+        self, experience: Experience, rows: list[int]
+    ) -> tuple[list[int], Tensor]:
+        """Return the rows to compute and the mask of trained tokens; a collective over replicas.
+
+        All replicas get equally many rows: some may have rows that are computed, but not trained.
+        """
+        has_gradient = experience.advantages.any(1)
+        counts = torch.zeros(len(rows) + 1)
+        counts[int(has_gradient[rows].sum())] = 1
+        largest = int(self.engine.sum_over_replicas(counts).nonzero().max())
+        if largest == 0:  # on all replicas; a step with no token would have no mean
+            return rows, experience.trained_mask
+        in_order = sorted(rows, key=lambda row: not has_gradient[row])
+        return in_order[:largest], experience.trained_mask & has_gradient[:, None]
 
 
 def measure_differences(

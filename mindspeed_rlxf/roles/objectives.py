@@ -198,7 +198,7 @@ class PairObjective:
         log_probs, entropy = tokens
         ref = experience.ref_log_probs[rows][mask].to(log_probs.device)
         lengths = mask.sum(1).tolist()
-        ratios = torch.stack([part.sum() for part in (log_probs - ref).split(lengths)])
+        ratios = torch.stack([row.sum() for row in (log_probs - ref).split(lengths)])
         first, second = ratios.view(-1, 2).unbind(1)
         # The preference of a pair is the advantage of its first response at any trained token.
         at = mask.long().argmax(1, keepdim=True)

@@ -31,14 +31,14 @@ class Summary:
         return cls(wide.numel(), float(wide.sum()), float(wide.max()), float(wide.min()))
 
     @classmethod
-    def merge(cls, parts: Iterable[Summary]) -> Summary:
-        """Return one summary for everything that `parts` (one or more) cover."""
-        parts = list(parts)
+    def merge(cls, summaries: Iterable[Summary]) -> Summary:
+        """Return one summary for everything that `summaries` (one or more) cover."""
+        summaries = list(summaries)
         return cls(
-            sum(p.count for p in parts),
-            sum(p.total for p in parts),
-            max(p.largest for p in parts),
-            min(p.smallest for p in parts),
+            sum(summary.count for summary in summaries),
+            sum(summary.total for summary in summaries),
+            max(summary.largest for summary in summaries),
+            min(summary.smallest for summary in summaries),
         )
 
     @property
@@ -171,16 +171,17 @@ def value_fit(returns: Tensor, values: Tensor) -> list[float]:
     return [wide.numel(), *map(float, sums)]
 
 
-def explained_variance(parts: Sequence[Sequence[float]]) -> float:
-    """Return 1 - Var(R - V) / Var(R) over all ranks' `value_fit` sums.
+def explained_variance(fits: Sequence[Sequence[float]]) -> float:
+    """Return 1 - Var(R - V) / Var(R), where `fits` are the sums of `value_fit` of all ranks.
 
     NaN without slots or if Var(R) <= 1e-12.
     """
-    n, *sums = (sum(column) for column in zip(*parts, strict=True))
+    n, *sums = (sum(column) for column in zip(*fits, strict=True))
     if n == 0:
         return math.nan
     mean, square, error, error_square = (total / n for total in sums)
-    variance, unexplained = square - mean**2, error_square - error**2
+    variance = square - mean**2
+    unexplained = error_square - error**2
     return 1.0 - unexplained / variance if variance > 1e-12 else math.nan
 
 

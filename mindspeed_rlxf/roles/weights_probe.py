@@ -65,10 +65,10 @@ def change_weight(weight: Tensor, noise: Tensor, rounding: float) -> None:
     """
     other_noise = noise.flip(0)
     is_zero = not bool(weight.any())
-    for part in weight.view(-1).split(NOISE_SIZE):
-        own_noise = noise[: len(part)]
-        changed = ZERO_STD * own_noise if is_zero else GAIN * own_noise.sign() * part.float()
-        part.copy_(changed * (1 + rounding * other_noise[: len(part)]))
+    for elements in weight.view(-1).split(NOISE_SIZE):
+        its_noise = noise[: len(elements)]
+        changed = ZERO_STD * its_noise if is_zero else GAIN * its_noise.sign() * elements.float()
+        elements.copy_(changed * (1 + rounding * other_noise[: len(elements)]))
 
 
 @dataclass(frozen=True)

@@ -129,14 +129,14 @@ def read_ahead(folder: Path) -> Iterator[SavedSample]:
         tokens, log_probs, versions = (stored[name] for name in DTYPES)
         ends = accumulate(sample["num_tokens"] for sample in about)
         for sample, end in zip(about, ends, strict=True):
-            part = slice(end - sample["num_tokens"], end)
+            of_sample = slice(end - sample["num_tokens"], end)
             reason = FinishReason(sample["finish_reason"]) if sample["finish_reason"] else None
             trained = sample.get("trained")
             record = sample.get("record")
             response = SavedResponse(
-                tokens[part],
-                log_probs[part],
-                versions[part],
+                tokens[of_sample],
+                log_probs[of_sample],
+                versions[of_sample],
                 reason,
                 None if trained is None else [bool(flag) for flag in trained],
                 None if record is None else AgentRecord.from_json(record),

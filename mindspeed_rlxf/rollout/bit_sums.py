@@ -21,8 +21,8 @@ def block_sums(tensor: Tensor) -> Tensor:
     patterns = tensor.detach().contiguous().view(-1, 1).view(torch.int16)
     numbers = torch.arange(1, BLOCK + 1, dtype=torch.float32, device=tensor.device)[:, None]
     sums = []
-    for part in patterns.split(SUMMED_AT_ONCE):
-        padded = F.pad(part.float(), (0, 0, 0, -len(part) % BLOCK))
+    for split in patterns.split(SUMMED_AT_ONCE):
+        padded = F.pad(split.float(), (0, 0, 0, -len(split) % BLOCK))
         products = padded.unflatten(0, (-1, BLOCK)) * numbers
         high = (products / LOW).floor()
         low = products - high * LOW

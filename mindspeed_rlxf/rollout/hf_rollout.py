@@ -201,12 +201,12 @@ def attach_adapters(model: Any, lora: LoraConfig) -> list[str]:
         if lora.selects(name):
             linear = model.get_submodule(name)
             dtype = linear.weight.dtype
-            for part, inputs, outputs in (
+            for child, inputs, outputs in (
                 (A, linear.in_features, lora.rank),
                 (B, lora.rank, linear.out_features),
             ):
-                linear.add_module(part, nn.Linear(inputs, outputs, bias=False, dtype=dtype))
-                names.append(f"{name}.{part}.weight")
+                linear.add_module(child, nn.Linear(inputs, outputs, bias=False, dtype=dtype))
+                names.append(f"{name}.{child}.weight")
             linear.requires_grad_(False)
             linear.register_forward_hook(partial(_add_adapter, lora.scale))
     return names

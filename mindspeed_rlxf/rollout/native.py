@@ -233,22 +233,23 @@ class NativeRollout:
         self, pack: list[tuple[np.ndarray, Sequence[int]]], temperature: float
     ) -> list[list[float]]:
         """Return the log-probs for each response's tokens, from one packed forward pass."""
-        prompts = [len(prompt) for prompt, _ in pack]
-        lengths = [p + len(response) - 1 for p, (_, response) in zip(prompts, pack, strict=True)]
-        ids = [np.concatenate((prompt, response))[:-1] for prompt, response in pack]
-        starts = np.cumsum([0, *lengths[:-1]])
-        predicting = [  # indices in the pack of the tokens that predict a token of a response
-            np.arange(start + p - 1, start + n)
-            for start, p, n in zip(starts, prompts, lengths, strict=True)
-        ]
+        lengths: list[int] = []
+        rows: list[np.ndarray] = []  # of each pair the inputs: its tokens but the last
+        predicting: list[np.ndarray] = []  # indices in the pack that predict a response's tokens
+        positions: list[np.ndarray] = []
+        labels: list[np.ndarray] = []
+        start = 0
+        for prompt, response in pack:
+            length = len(prompt) + len(response) - 1
+            lengths.append(length)
+            rows.append(np.concatenate((prompt, response))[:-1])
+            predicting.append(np.arange(start + len(prompt) - 1, start + length))
+            positions.append(np.arange(length))
+            labels.append(np.asarray(response, dtype=np.int64))
+            start += length
         token_ids, index, position, label = (
-            torch.from_numpy(np.concatenate(parts)).to(self._device)
-            for parts in (
-                ids,
-                predicting,
-                [np.arange(n) for n in lengths],
-                [np.asarray(response, dtype=np.int64) for _, response in pack],
-            )
+            torch.from_numpy(np.concatenate(arrays)).to(self._device)
+            for arrays in (rows, predicting, positions, labels)
         )
         self.source.expert_sync.announce(len(token_ids))
         hidden = self.model(token_ids[None, :], position, PackedSequences(lengths=tuple(lengths)))
@@ -262,4 +263,5 @@ class NativeRollout:
             temperature,
             self.model.linear,
         )
-        return [part.tolist() for part in log_probs.split([len(response) for _, response in pack])]
+        by_response = log_probs.split([len(response) for _, response in pack])
+        return [of_response.tolist() for of_response in by_response]

@@ -53,10 +53,10 @@ def send(
     Without a group this rank only takes part in making the tensors.
     """
     for bucket in buckets:
-        part = dict(islice(tensors, len(bucket)))
-        assert list(part) == list(bucket), "the stream has the order of the parameter map"
+        in_bucket = dict(islice(tensors, len(bucket)))
+        assert list(in_bucket) == list(bucket), "the stream has the order of the parameter map"
         if group is not None:
-            flat = [tensor.contiguous().view(-1) for tensor in part.values()]
+            flat = [tensor.contiguous().view(-1) for tensor in in_bucket.values()]
             dist.broadcast(flat[0] if len(flat) == 1 else torch.cat(flat), 0, group)
             dist.broadcast(torch.cat([block_sums(tensor) for tensor in flat]), 0, group)
     assert next(tensors, None) is None, "the stream has tensors of another model"
@@ -74,8 +74,8 @@ def receive(
         sizes = [prod(shape) for shape in bucket.values()]
         flat = torch.empty(sum(sizes), dtype=dtype, device=device.current_device())
         dist.broadcast(flat, 0, group)
-        part = dict(zip(bucket, flat.split(sizes), strict=True))
-        arrived = [block_sums(tensor) for tensor in part.values()]
+        in_bucket = dict(zip(bucket, flat.split(sizes), strict=True))
+        arrived = [block_sums(tensor) for tensor in in_bucket.values()]
         sent = torch.empty_like(torch.cat(arrived))
         dist.broadcast(sent, 0, group)
         if not torch.equal(torch.cat(arrived), sent):
@@ -85,4 +85,4 @@ def receive(
                 "weights of the first training rank arrived changed, by the sums of their bits: "
                 f"{names}; look for faults of memory and network between the two ranks"
             )
-        yield from ((name, tensor.view(bucket[name])) for name, tensor in part.items())
+        yield from ((name, tensor.view(bucket[name])) for name, tensor in in_bucket.items())

@@ -218,9 +218,9 @@ def load_hf_tensors(
     slices: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = {name: [] for name in shapes}
     for parameter in rollout_parameters(architecture, lora, ep.rank(), ep.size()):
         if parameter.name in parameters:
-            for part in shard_chunks(parameter, architecture, tp.rank(), tp.size()):
-                view = parameters[parameter.name][part.place.slices]
-                slices[part.source].append((view, part.chunk.slices))
+            for shard_chunk in shard_chunks(parameter, architecture, tp.rank(), tp.size()):
+                view = parameters[parameter.name][shard_chunk.place.slices]
+                slices[shard_chunk.source].append((view, shard_chunk.chunk.slices))
     missing = set(shapes)
     for name, tensor in tensors:
         if name not in missing:

@@ -183,7 +183,7 @@ class StoredTensor:
     def of(cls, name: str, tensor: Any, dtype: torch.dtype, shape: Shape) -> StoredTensor:
         """Wrap a tensor, or anything returning tensors when sliced."""
         chunk = whole(shape)
-        return cls(name, dtype, shape, [(chunk, chunk, lambda part: tensor[part.slices].clone())])
+        return cls(name, dtype, shape, [(chunk, chunk, lambda inner: tensor[inner.slices].clone())])
 
     @property
     def shape(self) -> Shape:

@@ -121,6 +121,7 @@ CASES: dict[str, tuple[Slow, dict[str, dict[str, Any]]]] = {
         "training": {"stage": Stage.RAY_ONLINE_DPO}, "actor_rollout": {"dpo_loss_type": "ipo"},
     }),
 }  # fmt: skip
+SKIPPED = [2, 3, 4]  # responses of two replicas whose advantages are 0
 LOST = [2, 3]  # a whole micro-batch of responses that could not be scored
 
 
@@ -179,6 +180,26 @@ def test_gradient_equals_a_loop_over_transformers(warm_runtime, tmp_path, case, 
         decided = 2 / 3 if lost else 0.75
         assert metrics["dpo_decided"] == pytest.approx(decided)
         assert metrics["dpo_loss"] * decided == pytest.approx(loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("layout_name", ["one process", "tp2 dp2"])
+def test_responses_without_advantages_are_not_in_the_mean(warm_runtime, tmp_path, layout_name):
+    model = make_llama(tmp_path / "lm", TIED).double()
+    model.model.embed_tokens.padding_idx = None  # as above
+    rollouts, experience = samples(prefers=False)
+    responses = responses_of(model, rollouts, experience)
+    kept = [r for row, r in enumerate(responses) if row not in SKIPPED]
+    torch.cat([token_losses(response) for response in kept]).mean().backward()
+    norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+    experience.advantages[SKIPPED] = 0.0
+    size, keys = LAYOUTS[layout_name]
+    config = run_config(
+        tmp_path / "lm", tmp_path / "lm", TIED, keys, size, OptimizerConfig(lr=EPSILON),
+        reward={"kind": RewardKind.RULE}, algorithm={"skip_zero_advantages": True},
+    )  # fmt: skip
+    group = build_group(warm_runtime, config.layout(Role.ACTOR_ROLLOUT), ActorRole, config)
+    report = update(group, ActorRole.update_policy, rollouts, experience, KL_COEF)
+    assert report.steps[0]["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
 def samples(prefers: bool) -> tuple[Rollouts, Experience]:

@@ -246,6 +246,7 @@ def test_a_response_goes_on_in_the_next_slice(make: Make) -> None:
 
     engine.client._ask = noted  # type: ignore[method-assign]
     settings = SamplingSettings(True, 1.0, 0, 1.0, 3, 5, (3,))
+    engine.runs_slices = True
     engine.add([GenerationRequest(0, 50, np.array([2, 9]), settings, 7)])
     assert list(engine.advance(2)) == []
     engine.update_weights(tensors(1), 2)
@@ -270,10 +271,23 @@ def test_a_stop_string_is_found_across_slices(make: Make) -> None:
     engine.wake()
     stop = StopStrings(("gf",), Letters())  # tokens 6 and 5
     settings = SamplingSettings(True, 1.0, 0, 1.0, 0, 6, (), stop)
+    engine.runs_slices = True
     engine.add([GenerationRequest(0, 50, np.array([2, 9]), settings, 7)])
     assert list(engine.advance(2)) == []
     (result,) = engine.advance(2)
     assert result.tokens == [5, 6, 5] and result.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("runs_slices", [False, True])
+def test_a_slice_goes_on_with_the_oldest_responses(make: Make, runs_slices: bool) -> None:
+    """Where only one batch is in the engine, a slice draws all of it."""
+    engine = make()  # four rows at once
+    engine.update_weights(tensors(), 1)
+    engine.wake()
+    engine.runs_slices = runs_slices
+    engine.add(requests(6, SamplingSettings(True, 1.0, 0, 1.0, 0, 4, ())))
+    ended = [sorted(result.place for result in engine.advance(2)) for _ in range(4)]
+    assert ended == ([[], [0, 1, 2, 3], [], [4, 5]] if runs_slices else [[*range(6)], [], [], []])
 
 
 FAULTS = {

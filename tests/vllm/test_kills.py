@@ -23,7 +23,10 @@ AHEAD = {
     "actor_rollout__num_gpus_for_train": 1, "actor_rollout__num_gpus_for_infer": 1,
     "rollout__max_staleness": 1,
 }  # fmt: skip
-PARTS = {**AHEAD, "rollout__max_staleness": 2, "rollout__slice_steps": 2}
+PARTS = {
+    **AHEAD, "rollout__max_staleness": 2, "rollout__slice_steps": 2,
+    "actor_rollout__num_samples_per_step": 12,
+}  # fmt: skip
 
 
 def find(run: int, word: str) -> list[psutil.Process]:

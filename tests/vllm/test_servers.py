@@ -78,7 +78,8 @@ def test_parts_of_responses_have_the_log_probs_of_training(
 ) -> None:
     """At a learning rate of 0 the weights of all parts are the same."""
     parts = {"rollout__max_staleness": 2, "rollout__slice_steps": 2, "actor_rollout__lr": 0.0}
-    more = {"training__train_iters": 3, "runtime": "local", **parts}
+    few = {"actor_rollout__num_samples_per_step": 12}
+    more = {"training__train_iters": 3, "runtime": "local", **parts, **few}
     run_python(*command(model, tmp_path / "run", **more, **served_by(vllm_python)))
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert all(0 < line["metrics"]["rollout/log_prob_gap_max"] < 1e-4 for line in lines)

@@ -163,13 +163,20 @@ def _parse_prefixes(raw: RawConfig, path: str, value: Any) -> Any:
     """Return the prefixes in `a,b` or `weight,a`; several weights are a problem."""
     if not isinstance(value, str):
         return value
-    parts = [part for part in map(str.strip, value.split(",")) if part]
-    if len(parts) % 2 or not all(part.replace(".", "", 1).isdigit() for part in parts[::2]):
-        return parts
-    if len(parts) > 2:
-        remedy = f"use {ref('data.data_path')}=[{', '.join(parts[1::2])}]"
+    words = [word.strip() for word in value.split(",") if word.strip()]
+    weights = words[::2]
+    prefixes = words[1::2]
+    has_weights = len(weights) == len(prefixes) and all(map(_is_weight, weights))
+    if not has_weights:
+        return words
+    if len(prefixes) > 1:
+        remedy = f"use {ref('data.data_path')}=[{', '.join(prefixes)}]"
         raw.refuse(path, "must not blend data sets by weight", value, remedy)
-    return parts[1::2]
+    return prefixes
+
+
+def _is_weight(word: str) -> bool:
+    return word.replace(".", "", 1).isdigit()
 
 
 def _translate_category(raw: RawConfig) -> None:

@@ -29,8 +29,8 @@ def _complete(entry: Tree | str, section: str, role: str) -> Tree:
     def name(key: str) -> str:
         return section + key if key.startswith(".") else key
 
-    for part in {"if", "unless"} & found.keys():
-        found[part] = {name(k): v for k, v in found[part].items()}
+    for condition in {"if", "unless"} & found.keys():
+        found[condition] = {name(k): v for k, v in found[condition].items()}
     if "times" in found:
         found["times"] = [name(key) for key in found["times"]]
     if "equal" in found:

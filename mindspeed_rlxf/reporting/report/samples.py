@@ -126,13 +126,13 @@ def _make_entry(
 
 def _split_turns(tokens: list[str], turns: list[list[int]]) -> list[list[Any]]:
     """Return [whether it is a turn, text] for each turn and for what was given between them."""
-    parts: list[list[Any]] = []
-    at = 0
+    segments: list[list[Any]] = []
+    last_end = 0
     for first, end in [*turns, [len(tokens), len(tokens)]]:
-        parts.append([False, printable("".join(tokens[at:first]))])
-        parts.append([True, printable("".join(tokens[first:end]))])
-        at = end
-    return [part for part in parts if part[1]]
+        segments.append([False, printable("".join(tokens[last_end:first]))])
+        segments.append([True, printable("".join(tokens[first:end]))])
+        last_end = end
+    return [[is_turn, text] for is_turn, text in segments if text]
 
 
 def _round(value: float | None) -> float | None:

@@ -85,6 +85,8 @@ class VllmRollout:
         self._has_started = False  # any server, which shows that its configuration is right
         self._asleep = set[str]()
         self._num_adapters = 0  # loaded so far
+        # Whether slices end early. Else one batch is in the engine, and all of it is waited for.
+        self.runs_slices = config.rollout.runs_agents or config.rollout.max_staleness > config.lead
         self._queue: dict[int, GenerationRequest] = {}  # by place, in the order of `add`
         self._num_added_tokens = 0  # of prompts and parts of responses, not in `stats` yet
         python, options = server_command(config, self.on_cpu, self.on_npu)
@@ -388,10 +390,11 @@ class VllmRollout:
         return requests
 
     def advance(self, steps: int | None) -> Iterator[GenerationResult]:
-        """Have the server draw at most `steps` tokens of each response; see `StepwiseEngine`.
+        """Have the server draw `steps` tokens of each response; see `StepwiseEngine`.
 
-        What a response has, and its prompt, go to the server again in each slice, whose prefix
-        cache knows them. After a failure of the server requests stay as they were.
+        Only of the oldest `max_rows`, so that its cache keeps them from slice to slice, as they are
+        asked for again with all that they have. Without `runs_slices`, and for None, the server
+        draws all to the end. After a failure requests stay as they were.
 
         Raises:
             EngineLost: The server failed twice.
@@ -408,7 +411,7 @@ class VllmRollout:
             return
         ended: list[int] = []
         try:
-            for result in self._ask_server(steps):
+            for result in self._ask_server(steps if self.runs_slices else None):
                 ended.append(result.place)
                 yield result
         finally:
@@ -431,6 +434,8 @@ class VllmRollout:
             timeout_s=self.timeout_s,
         )
         requests = list(self._queue.values())
+        if steps is not None:
+            requests = requests[: self.max_rows]
         try:
             for _, sample in self._ask_all(requests, ask):
                 self._stats.sampled_tokens += sample.num_drawn

@@ -137,6 +137,8 @@ ALGORITHM: dict[str, Any] = {
     "mask_truncated": Shown("roles/test_experience.py",
      "test_truncated_responses_count_in_their_group_and_are_not_trained"),
     "filter_groups": Shown(STREAM, "test_without_staleness_only_missing_groups_are_drawn_again"),
+    "skip_zero_advantages": Shown("../distributed/test_policy_losses.py",
+     "test_responses_without_advantages_are_not_in_the_mean"),
     "max_num_gen_batches": Shown(STREAM, "test_after_the_last_batch_alike_groups_fill_the_rest"),
     "score_position": Case("eos", see.experience),
     "score_slot_limit": Case("batch_width", see.driven), "advantage_whiten": Case("none", see.loss),
