@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mindspeed_rlxf.agents import programs  # noqa: F401  registers the agent `program`
 from mindspeed_rlxf.agents.conversation import ChatTemplate
 from mindspeed_rlxf.agents.session import AGENTS, GIVES_FIRST
 from mindspeed_rlxf.agents.tools import show_tools, tool_schemas

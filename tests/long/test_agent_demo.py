@@ -65,7 +65,7 @@ def test_a_program_trains_the_policy_as_the_agent_in_the_process_does(
     train(demo, "agent", *few)
     train(demo, name, *few, "rollout.agent=program", f"rollout.program={program}")
     ours, theirs = read_metrics(demo / "agent"), read_metrics(demo / name)
-    timed = ("timing/", "throughput/", "memory/")
+    timed = ("timing/", "throughput/", "memory/", "idle/")
     for one, other in zip(ours, theirs, strict=True):
         assert without(one, timed) == without(other, timed)
     texts = [(demo / n / "samples.jsonl").read_text(encoding="utf-8") for n in ("agent", name)]

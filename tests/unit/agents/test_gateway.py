@@ -35,6 +35,7 @@ class Served(Led):
                 await self.left.wait()
 
         self.left = asyncio.Event()
+        self.dropped: list[Any] = []  # connections, which stay half open
         self.start(loop, run, tokens)
         self.endpoint = opened.result(5)
         self.client = Client(self.endpoint.base_url, self.endpoint.api_key)
@@ -177,11 +178,11 @@ def test_a_rewritten_chat_is_refused_and_its_sample_is_not_trained(served: Serve
 
 
 def drop(served: Served, *messages: Any) -> None:
-    """Ask for a turn, and close the connection before it is sampled."""
+    """Ask for a turn, and hang up before it is sampled; what is written then gets lost."""
     connection = served.begin(*messages)
     served.loop.wait([served.session])
-    connection.sock.shutdown(socket.SHUT_RDWR)
-    connection.close()
+    connection.sock.shutdown(socket.SHUT_WR)
+    served.dropped.append(connection)
     time.sleep(0.1)
 
 
@@ -203,6 +204,16 @@ def test_an_answer_that_nobody_got_is_no_part_of_the_chat(served: Served) -> Non
     assert served.ask("c.", PROMPT, first, other)["content"] == "c"
     text, record = served.leave()
     assert text == "a.<Yc." and record.failure is None
+
+
+def test_an_agent_that_ends_while_a_turn_is_sampled_answers_its_client(served: Served) -> None:
+    connection = served.begin(PROMPT)
+    served.loop.wait([served.session])
+    served.endpoint.loop.call_soon_threadsafe(served.left.set)
+    status, answer = read(connection)
+    assert status == 409 and answer["error"]["code"] == "conversation_ended"
+    served.hear("a.")
+    assert text_of(served.finish()[0]) == "a."
 
 
 def test_a_client_that_does_not_come_back_ends_by_the_timeout(served: Served) -> None:

@@ -108,7 +108,7 @@ def test_every_configuration_names_its_folders_as_the_scripts_do(
 ) -> None:
     monkeypatch.setattr(device, "device_count", lambda kind: 8)
     config = resolve(compose(name, ["device.kind=npu", "runtime.address=head:6379"]), name)
-    model, size = re.sub(r"_lora$|(_32k)?_\dnode$", "", name).split("_")[-2:]
+    model, size = re.sub(r"_lora$|_agents$|(_32k)?_\dnode$", "", name).split("_")[-2:]
     default_name = default(model, "ckpt_convert_MODEL_hf2mcore", "HF_DIR")
     sized = default_name.replace(f"{model}-hf", f"{model}-{size}-hf")
     folder = config.training.tokenizer_name_or_path

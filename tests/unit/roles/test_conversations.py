@@ -144,10 +144,40 @@ def test_delays_of_agents_change_neither_rows_nor_slices(make_role: Any, lag: in
             assert not any(trained[end:start])
 
 
-def test_log_probs_of_turns_are_those_of_the_complete_row(make_role: Any) -> None:
+class TakesBack:
+    """Samples its second turn twice, and says nothing of the first try."""
+
+    def __init__(self) -> None:
+        self.dropped: dict[int, list[int]] = {}
+
+    async def run(self, session: Any) -> None:
+        await session.say(3)
+        session.give([{"role": "user", "content": "12"}])
+        self.dropped[session.sample_id] = (await session.say(4)).token_ids
+        session.take_back()
+        session.give([{"role": "user", "content": "12"}])
+        await session.say(4)
+
+
+def test_a_turn_that_is_taken_back_is_sampled_by_other_random_numbers(make_role: Any) -> None:
+    agent = TakesBack()
+    output, _ = generate(make_role(agent), prompts_of(0, 1, 2))
+    again, _ = generate(make_role(TakesBack()), prompts_of(0, 1, 2))
+    same_rows(output.rows, again.rows)
+    responses = output.rows.response_tokens()
+    differ = []
+    for sample_id, record in enumerate(output.report.records):
+        assert len(record.turns) == 2
+        start, end = record.turns[1]
+        differ.append(responses[sample_id][start:end] != agent.dropped[sample_id])
+    assert sum(differ) > len(differ) / 2
+
+
+@pytest.mark.parametrize("agent", [Talk(), TakesBack()], ids=["talks", "takes back"])
+def test_log_probs_of_turns_are_those_of_the_complete_row(make_role: Any, agent: Any) -> None:
     """Each turn continues from all that is before it, observations included."""
     prompts = prompts_of(0, 1, 2)
-    role = make_role(Talk())
+    role = make_role(agent)
     rows = generate(role, prompts)[0].rows
     scored = role.replica.engine.score(
         [*prompts.token_ids], rows.response_tokens(), role.settings[Sampling.TRAINING].temperature

@@ -21,6 +21,7 @@ from mindspeed_rlxf.data.decoding import RewardTexts
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.roles.rollout import RolloutRole
 from tests.golden.runs import START
+from tests.processes import run_python
 from tests.unit.agents import own_programs
 from tests.unit.roles.test_conversations import Talk, generate, make_role
 from tests.unit.roles.test_slices import prompts_of
@@ -148,6 +149,17 @@ def test_a_program_that_fails_as_no_turn_is_left_is_no_failure(run_program: Any)
     records = output.report.records
     assert [(record.failure, len(record.turns)) for record in records] == [(None, 2)] * 2
     assert not output.rows.has_eos.any() and output.rows.trained_mask.any(1).all()
+
+
+DRIVER = """
+from mindspeed_rlxf.agents.session import AGENTS, GIVES_FIRST
+from mindspeed_rlxf.trainer import preflight
+assert preflight and "program" in AGENTS and "program" in GIVES_FIRST
+"""
+
+
+def test_a_driver_without_roles_knows_the_agent() -> None:
+    run_python("-c", DRIVER)
 
 
 def test_programs_end_with_the_run(run_program: Any) -> None:
