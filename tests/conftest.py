@@ -1,6 +1,7 @@
 """Settings of every test process: Ray's address, threads, hypothesis, groups of pytest-xdist."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,9 @@ torch.set_num_threads(1)
 
 # No test compiles; Megatron's import would load the compiler, which takes seconds.
 torch.compile = _uncompiled  # type: ignore[assignment]
+
+# Under nohup it is ignored, also by the programs that tests start and then hang up.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The time of an example depends on the machine, so it must not fail a test.
 hypothesis.settings.register_profile("no deadline", deadline=None)

@@ -104,7 +104,9 @@ def plain_kl(policy: Any, reference: Any) -> torch.Tensor:
     for row in range(rollouts.num_rows):
         trained = rollouts.trained_mask[row].nonzero().squeeze(1)
         p, q = (
-            linear_of(each.model)(each._hidden(rollouts, row)[trained], each.model.lm_head.weight)
+            linear_of(each.model, False)(
+                each._hidden(rollouts, row)[trained], each.model.lm_head.weight
+            )
             for each in (policy, reference)
         )
         p, q = ((logits / 0.8).log_softmax(-1) for logits in (p, q))

@@ -70,6 +70,7 @@ def test_all_roles_have_work_before_the_driver_waits(limit):
         train_rollout_split=(),
         validation=SimpleNamespace(before=False),
         warmup_iters=0,
+        critic_iters=1,
         old_log_probs=OldLogProbs.RECOMPUTE,
         count_updates=lambda iteration: iteration,
     )
