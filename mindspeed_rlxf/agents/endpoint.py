@@ -105,6 +105,7 @@ class Endpoint:
         self._num_calls = 0
         self._failure: Exception | None = None
         self._has_ended = False  # whether a turn was refused as the budget is spent
+        self._is_closed = False
         self.on_close: Callable[[], Any] = lambda: None
 
     async def complete(self, request: ChatRequest) -> Exchange:
@@ -132,6 +133,8 @@ class Endpoint:
 
     def _find_exchange(self, request: ChatRequest) -> Exchange:
         """Return the exchange that a request begins or joins. Raises ChatError."""
+        if self._is_closed:
+            raise ChatError(409, "conversation_ended", "the conversation has ended")
         if self._failure is not None:
             raise ChatError(409, "conversation_ended", "this conversation has failed")
         request.check(self._stop_strings, self._tools)
@@ -206,6 +209,7 @@ class Endpoint:
 
         An error of a client whose turn was refused, as the budget is spent, is no failure.
         """
+        self._is_closed = True
         self.on_close()
         if self._last is not None and not self._last.turn.done():
             self._last.turn.cancel()

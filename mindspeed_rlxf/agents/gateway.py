@@ -144,7 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             parts = {str(name): float(value) for name, value in json.loads(body).items()}
             score = parts.pop("score")
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
+        except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError) as error:
             message = f"a reward must be a JSON object of numbers with `score`: {error!r:.200}"
             raise ChatError(400, "invalid_request_error", message) from None
         _run_on(endpoint, _give_reward(endpoint, score, parts))

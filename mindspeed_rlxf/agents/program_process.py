@@ -12,7 +12,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from tempfile import TemporaryFile
 from typing import Any
+from urllib.parse import urlsplit
 
 from mindspeed_rlxf.config.plugins import Source, run_as_module
 from mindspeed_rlxf.config.reward_section import find_function
@@ -81,7 +83,7 @@ def _hide(secret: str, reply: dict[str, Any]) -> dict[str, Any]:
 def _call(
     function: Callable[..., Any], row: dict[str, Any], base_url: str, api_key: str
 ) -> dict[str, Any]:
-    os.environ.update(OPENAI_BASE_URL=base_url, OPENAI_API_KEY=api_key)
+    os.environ.update(_client_variables(base_url, api_key))
     try:
         with _output_dropped():
             value = function(row)
@@ -118,27 +120,42 @@ def _run_command(
     plan: ProgramPlan, row: dict[str, Any], base_url: str, api_key: str
 ) -> dict[str, Any]:
     """Run a command with the row as JSON on its standard input."""
-    environment = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+    environment = {**os.environ, **_client_variables(base_url, api_key)}
     environment.pop("PYTHONPATH", None)
     if plan.python_path is not None:
         environment["PYTHONPATH"] = plan.python_path
-    try:
-        ended = subprocess.run(
-            shlex.split(plan.run),
-            input=json.dumps(row, ensure_ascii=False).encode(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            cwd=plan.folder,
-            env=environment,
-            check=False,
-            preexec_fn=_end_with_parent,
-        )
-    except OSError as error:
-        return {"message": f"the command does not start: {error}"}
-    if ended.returncode:
-        output = ended.stderr.decode(errors="replace")[-MAX_OUTPUT:]
-        return {"message": f"it ended with code {ended.returncode}", "details": output}
-    return {"score": None, "parts": {}}
+    with TemporaryFile() as stderr:  # a pipe ends with the last process that the command starts
+        try:
+            ended = subprocess.run(
+                shlex.split(plan.run),
+                input=json.dumps(row, ensure_ascii=False).encode(),
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                cwd=plan.folder,
+                env=environment,
+                check=False,
+                preexec_fn=_end_with_parent,
+            )
+        except OSError as error:
+            return {"message": f"the command does not start: {error}"}
+        if ended.returncode == 0:
+            return {"score": None, "parts": {}}
+        stderr.seek(max(0, stderr.tell() - 4 * MAX_OUTPUT))
+        output = stderr.read().decode(errors="replace")[-MAX_OUTPUT:]
+    return {"message": f"it ended with code {ended.returncode}", "details": output}
+
+
+def _client_variables(base_url: str, api_key: str) -> dict[str, str]:
+    """Return what OpenAI's clients read; they reach the gateway without a proxy."""
+    listed = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    hosts = [*listed.split(","), urlsplit(base_url).hostname]
+    direct = ",".join(dict.fromkeys(host for host in hosts if host))
+    return {
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_KEY": api_key,
+        "NO_PROXY": direct,
+        "no_proxy": direct,
+    }
 
 
 def _end_with_parent() -> None:

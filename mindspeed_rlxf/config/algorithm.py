@@ -125,7 +125,8 @@ class AlgorithmConfig(Section):
         "responses whose advantages are all 0 are not computed in the update, nor counted in its "
         "means",
         only_if=f"{NOT_DPO}; !kl_ctrl.kl_coef; advantage_whiten!=minibatch; "
-        "!actor_rollout.entropy_coeff",
+        "!actor_rollout.entropy_coeff; actor_rollout.policy_loss!=clip_cov; "
+        "actor_rollout.policy_loss!=kl_cov",
     )
     score_position: Literal["after_eos", "eos"] = key(
         "after_eos",

@@ -212,8 +212,9 @@ class ActorRole:
             step_rollouts, step_experience, step_rows = rollouts, experience, rows
             if self.algorithm.skip_zero_advantages:
                 step_rows, trained = self._skip_zero_advantages(experience, rows)
-                step_rollouts = replace(rollouts, trained_mask=trained)
                 step_experience = replace(experience, trained_mask=trained)
+                trained = fit_columns(trained, rollouts.response_mask.size(1))
+                step_rollouts = replace(rollouts, trained_mask=trained)
             step = self.objective.step(step_rollouts, step_experience, step_rows, kl_coef)
             if self.measures and not metrics:  # later steps have other weights than generation
                 kind = self.algorithm.kl_penalty
@@ -235,6 +236,7 @@ class ActorRole:
         largest = int(self.engine.sum_over_replicas(counts).nonzero().max())
         if largest == 0:  # on all replicas; a step with no token would have no mean
             return rows, experience.trained_mask
+        largest += -largest % self.config.micro_batch_multiple
         in_order = sorted(rows, key=lambda row: not has_gradient[row])
         return in_order[:largest], experience.trained_mask & has_gradient[:, None]
 

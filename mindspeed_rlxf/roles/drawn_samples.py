@@ -57,6 +57,8 @@ class DrawnSample:
             begun = Begun(result.tokens, result.log_probs, result.token_versions)
             reason = result.finish_reason
             return SavedResponse.of(begun, reason, result.trained, self.record)
+        if self.agent:  # a resumed run begins its conversation again
+            return None
         begun_before = self.request.begun
         return None if begun_before is None else SavedResponse.of(begun_before, None)
 

@@ -189,7 +189,8 @@ class Generation:
             [*kept, *entering], np.concatenate((self._counts, counts)).astype(np.int64)
         )
         kept_rows = self._take_kept(first)
-        self._fit_cache(self._longest_row(self.steps))
+        num_taken = sum(len(row.token_ids) for row in kept_rows.values())
+        self._fit_cache(self._longest_row(self.steps), num_taken)
         self.states.set_up(first, entering)
         for cache_row, kept_row in kept_rows.items():
             self.cache.write_row(cache_row, kept_row.keys_and_values)
@@ -206,20 +207,28 @@ class Generation:
                     kept_rows[cache_row] = kept_row
         return kept_rows
 
-    def _fit_cache(self, longest: int) -> None:
-        """Resize the cache for the batch; forget kept rows, oldest first, for which no room is."""
+    def _fit_cache(self, longest: int, num_taken: int = 0) -> None:
+        """Resize the cache for the batch; forget kept rows, oldest first, for which no room is.
+
+        num_taken: tokens that were kept, and are copied into the cache next.
+        """
         rows = len(self.active)
+        if self.max_tokens is None:
+            while self.kept_rows and rows + len(self.kept_rows) > self.max_rows:
+                del self.kept_rows[next(iter(self.kept_rows))]
+        else:
+            num_cached = self.cache.num_rows * self.cache.capacity  # it may stay as large as it is
+            num_cached = max(num_cached, rows * self._row_capacity(longest))
+            self._forget_kept(self.max_tokens - num_cached - num_taken)
+        self.cache.fit(rows, longest)
+
+    def _forget_kept(self, room: int) -> None:
+        """Forget kept rows, oldest first, until they have at most `room` tokens."""
         num_kept_tokens = sum(len(kept.token_ids) for kept in self.kept_rows.values())
         for sample_id in list(self.kept_rows):
-            if self.max_tokens is None:
-                fits = rows + len(self.kept_rows) <= self.max_rows
-            else:
-                num_tokens = rows * self._row_capacity(longest) + num_kept_tokens
-                fits = num_tokens <= self.max_tokens
-            if fits:
+            if num_kept_tokens <= room:
                 break
             num_kept_tokens -= len(self.kept_rows.pop(sample_id).token_ids)
-        self.cache.fit(rows, longest)
 
     def _drop_unused_states(self) -> None:
         """Drop the states for prompts that no waiting sample has."""
@@ -440,8 +449,17 @@ class Generation:
         return self._remove_rows(leaving)
 
     def _keep(self, index: int) -> None:
-        """Keep a row for the next turn, without its last token, which no pass has computed yet."""
+        """Keep a row for the next turn, without its last token, which no pass has computed yet.
+
+        Does nothing without room beside the cache.
+        """
         row = self.active[index]
+        if self.max_tokens is not None:
+            num_cached = self.cache.num_rows * self.cache.capacity
+            room = self.max_tokens - num_cached - len(row.request.prompt) - len(row.tokens)
+            if room < 0:
+                return
+            self._forget_kept(room)
         drawn, _ = self.states.read([index], int(self._counts[index]))
         token_ids = np.concatenate((row.request.prompt, drawn[0].numpy()))[:-1]
         keys_and_values = self.cache.read_row(index, len(token_ids))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mindspeed_rlxf.config.enums import KlPenalty, LossNormalizer, RewardKind, Role, Stage
 from mindspeed_rlxf.config.schema import OptimizerConfig
-from mindspeed_rlxf.data.batch import Experience, Rollouts
+from mindspeed_rlxf.data.batch import Experience, Rollouts, fit_columns
 from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.roles.actor import ActorRole
 from tests.distributed.groups import build_group, update
@@ -192,6 +192,10 @@ def test_responses_without_advantages_are_not_in_the_mean(warm_runtime, tmp_path
     torch.cat([token_losses(response) for response in kept]).mean().backward()
     norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
     experience.advantages[SKIPPED] = 0.0
+    columns = {name: value for name, value in vars(experience).items() if isinstance(value, Tensor)}
+    width = experience.advantages.size(1) + 1  # as of pieces with a longer response
+    wider = {name: fit_columns(value, width) for name, value in columns.items()}
+    experience = replace(experience, **wider)
     size, keys = LAYOUTS[layout_name]
     config = run_config(
         tmp_path / "lm", tmp_path / "lm", TIED, keys, size, OptimizerConfig(lr=EPSILON),

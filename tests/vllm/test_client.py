@@ -138,12 +138,17 @@ def test_responses_and_receipts_come_back(make: Make) -> None:
     assert engine.stats().prompt_tokens == 2
 
 
-def test_an_option_that_is_false_is_switched_off(tmp_path: Path) -> None:
+def test_further_options_stand_beside_those_of_the_run(tmp_path: Path) -> None:
     config = run_config(tmp_path, tmp_path, PLAIN)
     options = {"enable_prefix_caching": False, "disable_log_stats": False, "enforce_eager": True}
+    options |= {"hf_overrides": {"rope_theta": 5.0}}
     vllm = config.rollout.vllm.model_copy(update={"extra_args": options})
     rollout = config.rollout.model_copy(update={"vllm": vllm})
-    _, words = server.server_command(config.model_copy(update={"rollout": rollout}), True, False)
+    actor = config.actor_rollout.model_copy(update={"bf16": True, "fp32_head": True})
+    changes = {"rollout": rollout, "actor_rollout": actor}
+    _, words = server.server_command(config.model_copy(update=changes), True, False)
+    overrides = json.loads(words[words.index("--hf-overrides") + 1])
+    assert overrides == {"head_dtype": "float32", "rope_theta": 5.0}
     assert "--no-enable-prefix-caching" in words and "--enforce-eager" in words
     assert not [word for word in words if word.endswith("disable-log-stats")]  # has no `--no-`
 

@@ -185,7 +185,11 @@ def server_command(config: RunConfig, on_cpu: bool, on_npu: bool) -> tuple[str, 
         options["distributed-executor-backend"] = "uni"  # one process less
     if on_npu:
         options["additional-config"] = {"weight_nz_mode": 0}  # weights in NZ cannot be updated
-    options |= {name.replace("_", "-"): value for name, value in keys.extra_args.items()}
+    given_options = {name.replace("_", "-"): value for name, value in keys.extra_args.items()}
+    overrides = given_options.get("hf-overrides")
+    if isinstance(overrides, dict):  # beside the head's
+        given_options["hf-overrides"] = options.get("hf-overrides", {}) | overrides
+    options |= given_options
     words = list[str]()
     for name, value in options.items():
         if value is True:

@@ -282,6 +282,25 @@ def test_conversations_go_on_after_a_failure_of_the_server(make_role: Any) -> No
         role.generate(prompts, SEED + 1, Sampling.VALIDATION)
 
 
+def test_a_conversation_that_a_failed_server_left_is_led_anew_by_a_resumed_run(
+    make_role: Any, tmp_path: Any
+) -> None:
+    prompts = prompts_of(0, 1, 2)
+    flaky = OneToken()
+    role = make_role(Talk(), flaky, lambda: flaky.has_failed)
+    role.add(prompts, SEED)
+    role.advance(2)
+    flaky.has_failed = True
+    assert role.advance(2).report.server_has_failed
+    role.save_ahead(tmp_path, 0)
+    resumed = make_role(Talk(), OneToken())
+    resumed.load_ahead(tmp_path)
+    resumed.add(prompts, SEED)
+    run_slices(resumed, 2, most=80)
+    whole, _ = generate(make_role(Talk(), OneToken()), prompts)
+    same_rows(resumed.take(prompts.sample_ids).rows, whole.rows)
+
+
 def test_a_conversation_goes_on_after_the_engine_has_left_the_device(make_role: Any) -> None:
     prompts = prompts_of(0, 1, 2)
     whole, _ = generate(make_role(Talk()), prompts, 1)

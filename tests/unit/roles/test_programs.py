@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from mindspeed_rlxf.agents.program_process import ProgramPlan, make_runner
 from mindspeed_rlxf.agents.programs import close_programs
 from mindspeed_rlxf.config.plugins import complete_program
 from mindspeed_rlxf.config.problems import UserError
@@ -102,6 +103,17 @@ def test_a_command_reads_its_row_and_gives_its_reward(run_program: Any, tmp_path
     assert [record.score for record in records] == [0.5] * 4
     assert [record.failure is None for record in records] == [True, False, True, True]
     assert records[1].failure.cause == "program" and records[1].failure.details == "key ***\n"
+
+
+def test_a_command_ends_though_a_process_that_it_has_started_does_not() -> None:
+    run = make_runner(ProgramPlan(None, "sh -c 'sleep 4246 &'", None, None))
+    try:
+        reply = run({"row": {}, "base_url": "http://127.0.0.1:1/v1", "api_key": "key"})
+        assert reply == {"score": None, "parts": {}}
+        assert sleeping("4246")
+    finally:
+        for process in sleeping("4246"):
+            process.kill()
 
 
 def test_a_function_stands_with_its_file_and_its_hash() -> None:
