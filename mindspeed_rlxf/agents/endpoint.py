@@ -134,7 +134,7 @@ class Endpoint:
     def _find_exchange(self, request: ChatRequest) -> Exchange:
         """Return the exchange that a request begins or joins. Raises ChatError."""
         if self._is_closed:
-            raise ChatError(409, "conversation_ended", "the conversation has ended")
+            raise ChatError(401, "invalid_api_key", "there is no conversation of this token")
         if self._failure is not None:
             raise ChatError(409, "conversation_ended", "this conversation has failed")
         request.check(self._stop_strings, self._tools)

@@ -213,14 +213,17 @@ class Generation:
         num_taken: tokens that were kept, and are copied into the cache next.
         """
         rows = len(self.active)
-        if self.max_tokens is None:
-            while self.kept_rows and rows + len(self.kept_rows) > self.max_rows:
-                del self.kept_rows[next(iter(self.kept_rows))]
-        else:
-            num_cached = self.cache.num_rows * self.cache.capacity  # it may stay as large as it is
-            num_cached = max(num_cached, rows * self._row_capacity(longest))
-            self._forget_kept(self.max_tokens - num_cached - num_taken)
+        num_cached = self.cache.num_rows * self.cache.capacity  # it may stay as large as it is
+        num_cached = max(num_cached, rows * self._row_capacity(longest))
+        self._forget_kept(self._most_tokens - num_cached - num_taken)
         self.cache.fit(rows, longest)
+
+    @property
+    def _most_tokens(self) -> int:
+        """Tokens in the cache and in kept rows for which memory is planned."""
+        if self.max_tokens is not None:
+            return self.max_tokens
+        return self.max_rows * self._row_capacity(self._max_length)
 
     def _forget_kept(self, room: int) -> None:
         """Forget kept rows, oldest first, until they have at most `room` tokens."""
@@ -454,12 +457,11 @@ class Generation:
         Does nothing without room beside the cache.
         """
         row = self.active[index]
-        if self.max_tokens is not None:
-            num_cached = self.cache.num_rows * self.cache.capacity
-            room = self.max_tokens - num_cached - len(row.request.prompt) - len(row.tokens)
-            if room < 0:
-                return
-            self._forget_kept(room)
+        num_cached = self.cache.num_rows * self.cache.capacity
+        room = self._most_tokens - num_cached - len(row.request.prompt) - len(row.tokens)
+        if room < 0:
+            return
+        self._forget_kept(room)
         drawn, _ = self.states.read([index], int(self._counts[index]))
         token_ids = np.concatenate((row.request.prompt, drawn[0].numpy()))[:-1]
         keys_and_values = self.cache.read_row(index, len(token_ids))

@@ -312,8 +312,6 @@ def _generate_phases(config: RunConfig, received: int) -> list[Phase]:
     tokens = rows * length
     if cache_tokens is not None:
         tokens = min(tokens, max(cache_tokens, length))
-    elif config.rollout.engine == NATIVE and config.rollout.runs_agents:
-        tokens *= 2  # rows that end together are kept for their next turns
     cache = generation_memory.kv_cache_bytes(tokens, a, tp, item)
     if config.rollout.engine == NATIVE and actor.lora.rank:
         received += joined_elements(a, actor.lora, tp)
