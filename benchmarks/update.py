@@ -120,7 +120,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         for name in ("policy", "scorer"):  # the latter for the plan of a critic, which is not built
             (folder / name).symlink_to(arguments.model.resolve())
     else:
-        longest = arguments.prompt + (arguments.limit or 0)
+        longest = arguments.prompt + arguments.limit
         shape = SHAPES[arguments.size]
         positions = max(shape["max_position_embeddings"], longest)
         make_models(folder, shape | {"max_position_embeddings": positions})

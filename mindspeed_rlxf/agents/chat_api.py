@@ -123,13 +123,13 @@ def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Return messages with text as content, arguments as objects, and names at tools' results."""
     tool_names: dict[str, str] = {}  # by the id of the call
     read: list[Message] = []
-    for given in messages:
-        role = "system" if given["role"] == "developer" else given["role"]
+    for sent in messages:
+        role = "system" if sent["role"] == "developer" else sent["role"]
         if role not in ROLES:
             raise _wrong(f"the role of a message must be one of {', '.join(sorted(ROLES))}")
-        message: Message = {"role": role, "content": _text_of(given.get("content"))}
+        message: Message = {"role": role, "content": _text_of(sent.get("content"))}
         calls = []
-        for call in given.get("tool_calls") or []:
+        for call in sent.get("tool_calls") or []:
             name = str(call["function"]["name"])
             tool_names[str(call.get("id"))] = name
             arguments = _read_arguments(call["function"].get("arguments"))
@@ -138,9 +138,9 @@ def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         if calls:
             message["tool_calls"] = calls
         if role == "tool":
-            call_id = str(given.get("tool_call_id") or "")
+            call_id = str(sent.get("tool_call_id") or "")
             message["tool_call_id"] = call_id
-            message["name"] = str(given.get("name") or tool_names.get(call_id, "tool"))
+            message["name"] = str(sent.get("name") or tool_names.get(call_id, "tool"))
         read.append(message)
     return read
 
@@ -167,8 +167,10 @@ def _read_arguments(arguments: Any) -> Any:
 def identity_of(message: Message) -> Identity:
     """Return what makes a message another one."""
     calls = [call["function"] for call in message.get("tool_calls") or []]
-    named = [(call["name"], json.dumps(call["arguments"], sort_keys=True)) for call in calls]
-    return message["role"], str(message.get("content") or ""), tuple(named)
+    names_and_arguments = [
+        (call["name"], json.dumps(call["arguments"], sort_keys=True)) for call in calls
+    ]
+    return message["role"], str(message.get("content") or ""), tuple(names_and_arguments)
 
 
 def answer_message(turn: Turn, num_calls_before: int) -> Message:

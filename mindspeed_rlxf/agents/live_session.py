@@ -61,6 +61,7 @@ class TurnStart:
     num_tokens: int
     num_messages: int
     reason: FinishReason
+    parts: dict[str, float]  # of the reward
 
 
 class LiveSession:
@@ -153,6 +154,7 @@ class LiveSession:
         self._num_heard_messages = start.num_messages
         self._given = []
         self._reason = start.reason
+        self._parts = start.parts
         self._num_taken_back += 1
 
     @property
@@ -206,7 +208,9 @@ class LiveSession:
                 f"no token is left for a turn: {start} of actor_rollout.max_new_tokens="
                 f"{self.limits.tokens} are spent"
             )
-        self._starts.append(TurnStart(len(self._tokens), self._num_heard_messages, self._reason))
+        self._starts.append(
+            TurnStart(len(self._tokens), self._num_heard_messages, self._reason, dict(self._parts))
+        )
         self._given = []
         self._tokens += observation
         self._log_probs += [0.0] * len(observation)

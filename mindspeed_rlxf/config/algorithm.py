@@ -126,7 +126,7 @@ class AlgorithmConfig(Section):
         "means",
         only_if=f"{NOT_DPO}; !kl_ctrl.kl_coef; advantage_whiten!=minibatch; "
         "!actor_rollout.entropy_coeff; actor_rollout.policy_loss!=clip_cov; "
-        "actor_rollout.policy_loss!=kl_cov",
+        "actor_rollout.policy_loss!=kl_cov; !actor_rollout.architecture.balances_experts",
     )
     score_position: Literal["after_eos", "eos"] = key(
         "after_eos",

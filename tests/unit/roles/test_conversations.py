@@ -154,9 +154,11 @@ class TakesBack:
         await session.say(3)
         session.give([{"role": "user", "content": "12"}])
         self.dropped[session.sample_id] = (await session.say(4)).token_ids
+        session.reward(1.0, form=1.0)
         session.take_back()
         session.give([{"role": "user", "content": "12"}])
         await session.say(4)
+        session.reward(1.0, form=1.0)
 
 
 def test_a_turn_that_is_taken_back_is_sampled_by_other_random_numbers(make_role: Any) -> None:
@@ -168,6 +170,7 @@ def test_a_turn_that_is_taken_back_is_sampled_by_other_random_numbers(make_role:
     differ = []
     for sample_id, record in enumerate(output.report.records):
         assert len(record.turns) == 2
+        assert record.score == 1.0 and record.parts == {"form": 1.0}
         start, end = record.turns[1]
         differ.append(responses[sample_id][start:end] != agent.dropped[sample_id])
     assert sum(differ) > len(differ) / 2
@@ -263,14 +266,20 @@ class OneToken:
         return GenerationStats()
 
 
-def test_conversations_go_on_after_a_failure_of_the_server(make_role: Any) -> None:
-    prompts = prompts_of(0, 1, 2)
+def make_failed(make_role: Any, prompts: Prompts) -> tuple[Any, OneToken]:
+    """Return a role whose server fails amid conversations, and its engine."""
     flaky = OneToken()
     role = make_role(Talk(), flaky, lambda: flaky.has_failed)
     role.add(prompts, SEED)
     role.advance(2)
     flaky.has_failed = True
     assert role.advance(2).report.server_has_failed
+    return role, flaky
+
+
+def test_conversations_go_on_after_a_failure_of_the_server(make_role: Any) -> None:
+    prompts = prompts_of(0, 1, 2)
+    role, flaky = make_failed(make_role, prompts)
     role.withdraw()
     role.update_weights(0, with_base=True)
     flaky.has_failed = False
@@ -286,12 +295,7 @@ def test_a_conversation_that_a_failed_server_left_is_led_anew_by_a_resumed_run(
     make_role: Any, tmp_path: Any
 ) -> None:
     prompts = prompts_of(0, 1, 2)
-    flaky = OneToken()
-    role = make_role(Talk(), flaky, lambda: flaky.has_failed)
-    role.add(prompts, SEED)
-    role.advance(2)
-    flaky.has_failed = True
-    assert role.advance(2).report.server_has_failed
+    role, _ = make_failed(make_role, prompts)
     role.save_ahead(tmp_path, 0)
     resumed = make_role(Talk(), OneToken())
     resumed.load_ahead(tmp_path)

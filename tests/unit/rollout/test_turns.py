@@ -97,18 +97,18 @@ def test_an_engine_of_whole_responses_gets_earlier_turns_as_its_prompt() -> None
     assert asked.settings.max_new_tokens == 5 and asked.turn_start == 4
 
 
-@pytest.mark.parametrize("change", ["nothing", "weights", "another row", "no room"])
+@pytest.mark.parametrize("change", ["nothing", "weights", "another row", "no room", "full"])
 def test_a_turn_computes_only_what_follows_the_turn_before(change: str) -> None:
-    """Unless weights changed, the row is another one, or its memory was needed."""
+    """Unless weights changed, the row is another one, or memory is needed, then or later."""
     native = engine(TinyModel(), 2, capacities=Capacities(prompt=9, response=20, samples=4))
     first = replace(turn(), begun=None, turn_start=0, is_turn=True)
     first = replace(first, settings=replace(first.settings, max_new_tokens=4))
-    native.add([first])
-    (ended,) = native.advance(None)
+    others = [replace(first, sample_id=n, place=n, prompt=np.array([2, 7, n])) for n in (8, 9)]
+    native.add([first, *others[: change == "full"]])
+    ended, *_ = sorted(native.advance(None), key=lambda result: result.place)
     if change == "weights":
         native.update_weights(TinyModel().state_dict().items(), 1)
     elif change == "no room":
-        others = [replace(first, sample_id=n, place=n, prompt=np.array([2, 7, n])) for n in (8, 9)]
         native.add(others)
         list(native.advance(None))
     earlier = [*ended.tokens, 9, 2]
