@@ -106,6 +106,7 @@ def test_a_turn_computes_only_what_follows_the_turn_before(change: str) -> None:
     others = [replace(first, sample_id=n, place=n, prompt=np.array([2, 7, n])) for n in (8, 9)]
     native.add([first, *others[: change == "full"]])
     ended, *_ = sorted(native.advance(None), key=lambda result: result.place)
+    assert len(native._kept_rows) == (0 if change == "full" else 1)
     if change == "weights":
         native.update_weights(TinyModel().state_dict().items(), 1)
     elif change == "no room":
