@@ -53,6 +53,13 @@ def outlive(row: dict[str, Any]) -> None:
         time.sleep(100)
 
 
+def leave(row: dict[str, Any]) -> None:
+    """Take a turn, and leave processes: a child, and an orphan in a session of its own."""
+    client().say(row["messages"])
+    subprocess.Popen(["sleep", "4247"])
+    subprocess.run(["sh", "-c", "sleep 4247 &"], start_new_session=True, check=True)
+
+
 def calculate(row: dict[str, Any]) -> None:
     """As the calculator of the examples."""
     session, messages = client(), row["messages"]
