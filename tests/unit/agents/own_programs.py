@@ -40,6 +40,7 @@ def misbehave(row: dict[str, Any]) -> float:
     if how == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == 2:
+        subprocess.run(["sh", "-c", "sleep 4243 &"], start_new_session=True, check=True)
         with subprocess.Popen(["sleep", "4243"], start_new_session=True):
             time.sleep(100)
     if how == 3:
