@@ -1,6 +1,6 @@
 """Compute a role's device memory on one pipeline stage: what lasts, and what phases add.
 
-`docs/models_and_weights.md` explains each formula. Bytes are per rank.
+`docs/models_and_weights.md` explains the main formulas. Bytes are per rank.
 """
 
 from collections.abc import Iterator, Sequence
