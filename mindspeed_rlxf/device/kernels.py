@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.device import npu
+from mindspeed_rlxf.device.copies import upload
 
 logger = logging.getLogger(__name__)
 
@@ -104,10 +105,10 @@ def _npu_attention() -> Any:
     return npu.attend_to_longer_keys
 
 
-# Cached, because every layer asks for those of the same pack, and an upload blocks the host.
+# Cached, because every layer asks for those of the same pack.
 @functools.lru_cache(maxsize=8)
 def _ends(lengths: Lengths, device: torch.device) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    return upload(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
 
 
 def noise(device: torch.device, *shape: int) -> Tensor:
@@ -210,7 +211,7 @@ def _from(module: str, name: str) -> Callable[[], Any]:
     return lambda: getattr(importlib.import_module(module), name)
 
 
-TABLE = (
+TABLE: tuple[Source, ...] = (
     Source(Operator.ATTENTION, "torch.nn.attention.varlen", _TORCH, _probe_attention),
     Source(Operator.ATTENTION, "flash_attn", _FLASH, _probe_attention),
     Source(Operator.SHARED_PROMPTS, "torch.nn.attention.varlen", _TORCH, _probe_shared_prompts),

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_rlxf import device
 from mindspeed_rlxf.algorithms.losses import LossOutput
 from mindspeed_rlxf.algorithms.slots import readable_slots
 from mindspeed_rlxf.config.schema import LoraConfig, RoleConfig
@@ -138,6 +139,7 @@ class CommonEngine:
         with offload.holding((self._offload, weights), (policy._offload, weights)):
             # Row after row, as the two engines may make different micro-batches.
             chunks = policy._read_all(rollouts, read_states)
+            device.synchronize()  # for the states on the host
             policy_states = torch.cat(chunks) if chunks else torch.empty(0)
             policy_weight = policy.output_weight
             with self.without_adapters():  # where the policy is this engine
@@ -169,10 +171,17 @@ class CommonEngine:
                 flop_counter.add(flop_counter.Work(tokens, passes * flops))
 
     def _step_metrics(
-        self, micro_batches: Sequence[MicroBatch], outputs: Sequence[LossOutput], result: StepResult
+        self,
+        micro_batches: Sequence[MicroBatch],
+        outputs: Sequence[LossOutput],
+        totals: Tensor,
+        result: StepResult,
     ) -> dict[str, float]:
-        """Count a step's work; return its metrics, over the mini-batch of all replicas."""
-        metrics = average_metrics(outputs, self.sum_over_replicas)
+        """Count a step's work; return its metrics, over the mini-batch of all replicas.
+
+        `totals` are from `begin_reading_totals`, before the step that the host has waited for.
+        """
+        metrics = average_metrics(outputs, totals, self.sum_over_replicas)
         self._count(micro_batches, flop_counter.ADAPT if self.lora.rank else flop_counter.TRAIN)
         metrics["grad_norm"] = result.grad_norm
         if self.skipped.policy == "skip":

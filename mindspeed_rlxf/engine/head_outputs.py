@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mindspeed_rlxf.device.copies import begin_download, upload
 from mindspeed_rlxf.engine.micro_batch import MicroBatch
 from mindspeed_rlxf.engine.train_engine import TokenLogProbs
 from mindspeed_rlxf.models.context_parallel import compute_at
@@ -50,8 +51,10 @@ def read_log_probs(
     weight = head.output_weight
     settings = head.vocab_size, head.tp_group, temperature, head.linear
 
-    def compute(states: Tensor, numbers: Tensor) -> Tensor:
-        labels = batch.trained_ids[numbers.to(states.device)]
+    def compute(states: Tensor, numbers: Tensor | None) -> Tensor:
+        labels = batch.trained_ids
+        if numbers is not None:
+            labels = labels[upload(numbers, states.device)]
         return torch.stack(token_log_probs(states, weight, labels, *settings), dim=-1)
 
     full = head.full_hidden(hidden, partial_gradient=True)
@@ -81,11 +84,12 @@ def _score(head: OutputHead, batch: MicroBatch, hidden: Tensor, places: Tensor) 
 def read_states(head: OutputHead, batch: MicroBatch, hidden: Tensor) -> Tensor:
     """Return the hidden states that predict the trained tokens, [tokens, hidden].
 
-    On the host, where the policy's states of a whole batch wait for the other model's.
+    On the host, where the policy's states of a whole batch wait for the other model's. They are
+    there after `device.synchronize`.
     """
     full = head.full_hidden(hidden, partial_gradient=False)
     places = batch.prediction_places(batch.trained_mask)
-    return compute_at(full, places, batch.cp, lambda states, _: states).cpu()
+    return begin_download(compute_at(full, places, batch.cp, lambda states, _: states))
 
 
 def read_log_probs_and_kl(
@@ -104,8 +108,9 @@ def read_log_probs_and_kl(
     weight = head.output_weight
     settings = head.vocab_size, head.tp_group, temperature, head.linear
 
-    def compute(states: Tensor, numbers: Tensor) -> Tensor:
-        of_policy = policy_states[numbers].to(hidden.device)
+    def compute(states: Tensor, numbers: Tensor | None) -> Tensor:
+        of_policy = policy_states if numbers is None else policy_states[numbers]
+        of_policy = upload(of_policy, hidden.device)
         return full_kl(of_policy, policy_weight, states, weight, *settings)
 
     full = head.full_hidden(hidden, partial_gradient=False)

@@ -183,7 +183,8 @@ class TransformerModel(LanguageModule):
         if hidden is not None and torch.is_grad_enabled():
             # Of a frozen embedding: recomputation gives no gradient if no input needs one.
             hidden.requires_grad_()
-        angles = rotary_angles(positions, self.inverse_frequencies.to(positions.device))
+        self.inverse_frequencies = self.inverse_frequencies.to(positions.device)  # moves once
+        angles = rotary_angles(positions, self.inverse_frequencies)
         return self.decoder(
             hidden_states=hidden,
             attention_mask=None,
