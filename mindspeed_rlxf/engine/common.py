@@ -21,6 +21,7 @@ from mindspeed_rlxf.engine.collective_errors import fail_together, gather_all
 from mindspeed_rlxf.engine.head_outputs import (
     OutputHead,
     read_log_probs,
+    read_log_probs_and_entropies,
     read_log_probs_and_kl,
     read_scores,
     read_states,
@@ -104,7 +105,9 @@ class CommonEngine:
     ) -> LossOutput:
         """Compute a step's loss from a micro-batch's hidden states."""
         if isinstance(step, PolicyStep):
-            return step.loss(batch.rows, read_log_probs(head, batch, hidden, step.temperature))
+            settings = step.temperature, step.trains_entropy
+            tokens = read_log_probs_and_entropies(head, batch, hidden, *settings)
+            return step.loss(batch.rows, tokens)
         slots = step.slots[batch.rows]
         return step.loss(batch.rows, read_values(head, batch, hidden, slots))
 
@@ -112,7 +115,7 @@ class CommonEngine:
         """Compute log-probs for the trained response tokens, 0 elsewhere."""
 
         def read(head: OutputHead, batch: MicroBatch, hidden: Tensor) -> Tensor:
-            return read_log_probs(head, batch, hidden, temperature).log_probs
+            return read_log_probs(head, batch, hidden, temperature)
 
         flat = self._read_all(rollouts, read)
         return LogProbs(scatter_rows(flat, rollouts.trained_mask)) if self.is_leader else None

@@ -116,7 +116,8 @@ class ClippedObjective:
             ratio = truncated_importance(experience.old_log_probs, rollout, threshold, low)
             advantages = advantages * ratio
         loss = partial(self.loss, experience, advantages, kl_coef)
-        return PolicyStep(loss, self.actor.logit_temperature)
+        trains_entropy = self.actor.entropy_coeff != 0
+        return PolicyStep(loss, self.actor.logit_temperature, trains_entropy)
 
     def loss(
         self,
@@ -185,7 +186,8 @@ class PairObjective:
         self, rollouts: Rollouts, experience: Experience, rows: list[int], kl_coef: float
     ) -> PolicyStep:
         """Return the loss function and temperature for an optimizer step."""
-        return PolicyStep(partial(self.loss, experience), self.actor.logit_temperature)
+        loss = partial(self.loss, experience)
+        return PolicyStep(loss, self.actor.logit_temperature, trains_entropy=False)
 
     def loss(self, experience: Experience, rows: list[int], tokens: TokenLogProbs) -> LossOutput:
         """Return the DPO loss summed over a micro-batch's pairs, the pair count, and metrics.

@@ -65,9 +65,7 @@ KL_LOSS = {"kl_in": "loss", "kl_ctrl": {"kl_coef": 0.1}}
 OBJECTIVES = {
     "ppo": {},
     "gspo": {"actor_rollout": {"policy_loss": "gspo"}},
-    "means of responses and KL": {
-        "algorithm": {"loss_normalizer": "sequence_means", **KL_LOSS}
-    },
+    "means of responses and KL": {"algorithm": {"loss_normalizer": "sequence_means", **KL_LOSS}},
     "pairs": {"training": {"stage": "ray_online_dpo"}},
 }
 
