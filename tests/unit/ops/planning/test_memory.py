@@ -26,7 +26,9 @@ PP2 = {"actor_rollout.pipeline_model_parallel_size": 2}
 
 @pytest.fixture
 def config(make_tree: Callable[..., Any]) -> Callable[..., RunConfig]:
-    return lambda changes=None: resolve(make_tree(changes or {}), "test")
+    """One sample in each pass, unless the changes say otherwise."""
+    one_sample = {"training.micro_batch_size": 1}
+    return lambda changes=None: resolve(make_tree({**one_sample, **(changes or {})}), "test")
 
 
 def phase(config: RunConfig, role: Role, name: str, stage: int = 0) -> Any:
