@@ -65,6 +65,13 @@ class OptimizerConfig(Section):
         used_if="use_distributed_optimizer; overlap_grad_reduce; backend=megatron",
     )
 
+    reduce_each_micro_batch: bool = free(
+        False,
+        "sum gradients over the ranks behind each micro-batch's backward pass, not after the last: "
+        "a rank then has its shard of them alone; off until a device has measured both",
+        used_if="backend=fsdp",
+    )
+
     @property
     def gathers_ahead(self) -> bool:
         """Whether forward passes gather the weights changed by the last optimizer step."""

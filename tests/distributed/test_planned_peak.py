@@ -96,6 +96,10 @@ SHAPES = {
     ),
     "fsdp critic, adapters": Shape(role=Role.CRITIC, keys=ADAPTERS, backend="fsdp"),
     "fsdp actor, 2 ranks": Shape(backend="fsdp", ranks=2),
+    "fsdp actor, 2 ranks, 2 micro-batches": Shape(micro_batch=2, backend="fsdp", ranks=2),
+    "fsdp actor, 2 ranks, 2 reduced micro-batches": Shape(
+        micro_batch=2, backend="fsdp", ranks=2, keys={"reduce_each_micro_batch": True}
+    ),
     "fsdp critic, adapters, 2 ranks": Shape(
         role=Role.CRITIC, keys=ADAPTERS, backend="fsdp", ranks=2
     ),

@@ -162,6 +162,8 @@ OPTIMIZER: dict[str, Any] = {
     "clip_grad": Case(0.5, see.adam), "use_distributed_optimizer": Case(True, see.adam),
     "overlap_grad_reduce": Case(True, see.wrapped),
     "overlap_param_gather": Case(True, see.wrapped, SHARDED),
+    "reduce_each_micro_batch": Shown("../distributed/test_fsdp.py",
+     "test_reduced_micro_batches_leave_no_whole_gradients"),
 }  # fmt: skip
 ARCHITECTURE: dict[str, Any] = {
     "num_layers": Case(8, see.megatron), "hidden_size": Case(128, see.megatron),
