@@ -255,7 +255,9 @@ class LearningConfig(RoleConfig, OptimizerConfig):
     )
     lora: LoraConfig = key(LoraConfig(), "low-rank adapters, trained in place of the weights")
     recompute: Annotated[Recompute, Word] = free(
-        Recompute.NONE, "compute activations again in backward: of MLPs, or of whole layers"
+        Recompute.NONE,
+        "compute activations again in backward: of norms and gated activations (elementwise), of "
+        "MLPs (selective), or of whole layers",
     )
     recompute_method: Literal["uniform", "block"] = free(
         "uniform",
@@ -295,9 +297,9 @@ class LearningConfig(RoleConfig, OptimizerConfig):
             coefficient = f"{a.moe_aux_loss_coeff:g}"
             yield Problem("architecture.moe_aux_loss_coeff", rule, coefficient, "use 0")
         if self.backend == "fsdp":
-            if self.recompute is Recompute.SELECTIVE:
+            if self.recompute in (Recompute.ELEMENTWISE, Recompute.SELECTIVE):
                 rule = f"must be none or full with {ref('backend')}=fsdp"
-                yield Problem("recompute", rule, "selective", "use full")
+                yield Problem("recompute", rule, self.recompute.value, "use full")
             return
         # With wrong recompute_num_layers Megatron fails at the first step or recomputes fewer.
         if self.recompute is Recompute.FULL and not any(self._check_pipeline()):
