@@ -22,7 +22,7 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.models.hf_adapters import is_adapter
-from mindspeed_rlxf.rollout.bit_sums import bit_sum
+from mindspeed_rlxf.rollout.bit_sums import bit_sums
 from mindspeed_rlxf.rollout.receipts import SyncError, compare_receipts, summary
 from mindspeed_rlxf.rollout.rollout_engine import (
     EngineLost,
@@ -167,7 +167,7 @@ class VllmRollout:
         started = time.monotonic()
         failure: ServerError | None = None
         stream = iter(tensors)
-        first = next(stream)
+        first = next(stream)  # from now on the trained weights stay on the device
         with_base = not is_adapter(first[0])  # which comes before the adapters
         before = self.sums if with_base else {}, self.adapters.sums
         self.weights_version = version
@@ -216,7 +216,8 @@ class VllmRollout:
             bucket = [pair for pair in sent if not is_adapter(pair[0])]
             if self.is_leader:
                 self.adapters.keep(pair for pair in sent if is_adapter(pair[0]))
-                self.sums |= {name: bit_sum(tensor) for name, tensor in bucket}
+                totals = bit_sums([tensor for _, tensor in bucket])
+                self.sums |= zip((name for name, _ in bucket), totals, strict=True)
                 self.num_bytes += sum(tensor.nbytes for _, tensor in sent)
             if not bucket:
                 continue
