@@ -434,10 +434,11 @@ class Generation:
         counts, ended = counts.copy(), ~going
         stopped = [index for index, row in enumerate(self.active) if row.settings.stop is not None]
         if stopped:
-            drawn, _ = self.states.read(stopped, int(counts.max()))
-            for index, tokens in zip(stopped, drawn.tolist(), strict=True):
+            copied = np.array([len(self.active[index].tokens) for index in stopped])
+            drawn = self.states.read_new(stopped, copied, counts[stopped])
+            for index, tokens in zip(stopped, drawn, strict=True):
                 row = self.active[index]
-                ended[index] |= row.append_until_end(tokens[len(row.tokens) : counts[index]])
+                ended[index] |= row.append_until_end(tokens)
                 counts[index] = len(row.tokens)
         new = int((counts - self._counts).sum())
         self.stats.sampled_tokens += new
