@@ -595,6 +595,29 @@ def test_a_buffer_of_the_device_is_shared_once_an_update(
 
 
 @pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize(("deterministic", "has_seeds"), [(None, False), (True, True)])
+def test_requests_on_devices_have_seeds_in_deterministic_runs_alone(
+    make: Make, deterministic: bool | None, has_seeds: bool
+) -> None:
+    engine = make()
+    training = engine.config.training.model_copy(update={"deterministic": deterministic})
+    again = VllmRollout(engine.config.model_copy(update={"training": training}))
+    again.update_weights(tensors(), 1)
+    asked: list[Any] = []
+    ask_server = again.client._ask
+
+    def noted(route: str, body: Any, timeout_s: float) -> Any:
+        if body.get("stream"):
+            asked.append("seed" in body["sampling_params"])
+        return ask_server(route, body, timeout_s)
+
+    again.client._ask = noted  # type: ignore[method-assign]
+    ask(again)
+    again.server.end()
+    assert asked == [has_seeds] * 12
+
+
+@pytest.mark.usefixtures("on_cuda")
 def test_trained_weights_are_sent_without_a_way_over_the_host(make: Make, monkeypatch: Any) -> None:
     trained_weights = torch.randn(3, 4)
     moved = offload.Offload({MemoryKind.WEIGHTS: lambda: [trained_weights]}, [MemoryKind.WEIGHTS])

@@ -71,6 +71,8 @@ class VllmRollout:
         worlds.set_timeout([self.group])
         kind = device.resolve_kind(config.device.kind)
         self.on_cpu, self.on_npu = kind is DeviceKind.CPU, kind is DeviceKind.NPU
+        is_deterministic = config.training.deterministic
+        self.sends_seeds = self.on_cpu if is_deterministic is None else is_deterministic
         self.max_rows = config.rollout.vllm.max_num_seqs or actor.num_samples_per_step or MOST_ROWS
         self.timeout_s = config.runtime.timeout_s
         self.sums, self.receipts = dict[str, int](), list[Any]()
@@ -433,6 +435,7 @@ class VllmRollout:
             version=self.base_version,
             most_tokens=steps,
             timeout_s=self.timeout_s,
+            has_own_seed=self.sends_seeds,
         )
         requests = list(self._queue.values())
         if steps is not None:

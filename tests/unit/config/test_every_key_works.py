@@ -366,6 +366,8 @@ ROLLOUT = {
      "test_an_unknown_or_unsuitable_rollout_engine_is_refused"),
     "tensor_model_parallel_size": Case(2, base=SPLIT),
     "expert_model_parallel_size": Case(2, base={**SPLIT, **EXPERTS}),
+    "first_rank_draws": Shown("../distributed/test_rollout_engine.py",
+     "test_the_first_rank_alone_gets_logits_and_draws_the_same"),
     "max_staleness": Case(1), "slice_steps": Case(16, base=STALE), "lead": Case(1, base=STALE),
     "agent": Shown(CONVERSATIONS,
      "test_samples_without_an_agent_are_generated_beside_conversations"),
