@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mindspeed_rlxf import device
+from mindspeed_rlxf.config.enums import Recompute
 from mindspeed_rlxf.config.schema import LearningConfig, OptimizerConfig, RoleConfig
 from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.engine.parallel import ParallelGroups
@@ -30,6 +31,7 @@ from mindspeed_rlxf.models.adapters import attach_adapters
 from mindspeed_rlxf.models.grouped_experts import stack_experts
 from mindspeed_rlxf.models.heads import fp32_linear
 from mindspeed_rlxf.models.parameters import Head, stage_parameters
+from mindspeed_rlxf.models.recompute import recompute_activations
 from mindspeed_rlxf.models.transformer import (
     TransformerModel,
     recompute_settings,
@@ -73,6 +75,8 @@ def build_chunks(
             module.linear = fp32_linear
         chunks.append(module.to(device=device.current_device(), dtype=dtype))
         stack_experts(chunks[-1])
+        if isinstance(role, LearningConfig) and role.recompute is Recompute.ELEMENTWISE:
+            recompute_activations(chunks[-1])
         if role.freezes_attention:
             for layer in chunks[-1].decoder.layers:
                 layer.self_attention.requires_grad_(False)

@@ -380,6 +380,27 @@ def full_logits(
     return logits if logits.size(1) == vocab_size else logits[:, :vocab_size]
 
 
+def first_rank_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    vocab_size: int,
+    tp_group: dist.ProcessGroup,
+    linear: Linear = F.linear,
+) -> Tensor | None:
+    """Gather logits as `full_logits` on the group's first rank; None on the others.
+
+    A collective over the tensor-parallel ranks, of which each sends its shard once.
+    """
+    logits = shard_logits(hidden, weight, vocab_size, tp_group, linear).contiguous()
+    first = dist.get_global_rank(tp_group, 0)
+    if tp_group.rank() > 0:
+        dist.gather(logits, None, first, group=tp_group)
+        return None
+    shards = [torch.empty_like(logits) for _ in range(tp_group.size())]
+    dist.gather(logits, shards, first, group=tp_group)
+    return torch.cat(shards, dim=-1)[:, :vocab_size]
+
+
 @torch.no_grad()
 def full_kl(
     hidden: Tensor,

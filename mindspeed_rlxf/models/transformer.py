@@ -289,12 +289,15 @@ def layer_spec(
 def recompute_settings(role: LearningConfig) -> dict[str, Any]:
     """Return Megatron's activation recomputation settings for a role; {} for none.
 
+    Elementwise recomputation covers norms, and `recompute_activations` the gated activations.
     Selective recomputation covers the MLP or experts, which keep the most activations. Megatron's
     default, the core attention, would save nothing: fused kernels keep no scores. Full
     recomputation uses the role's method and layer count.
     """
     if role.recompute is Recompute.NONE:
         return {}
+    if role.recompute is Recompute.ELEMENTWISE:
+        return {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
     if role.recompute is Recompute.SELECTIVE:
         module = "mlp" if role.architecture.num_experts is None else "moe"
         return {"recompute_granularity": "selective", "recompute_modules": [module]}

@@ -216,11 +216,13 @@ class FsdpEngine(CommonEngine):
         """
         assert self.optimizer is not None, "the role is trained"
         self._mini_batch += 1
+        each_is_reduced = self.optimizer.config.reduce_each_micro_batch
         outputs: list[LossOutput] = []
         self.model.train()
         with self.holding(*MemoryKind):
             for number, batch in enumerate(micro_batches, start=1):
-                self.model.set_requires_gradient_sync(number == len(micro_batches))
+                is_reduced = each_is_reduced or number == len(micro_batches)
+                self.model.set_requires_gradient_sync(is_reduced)
                 outputs.append(self.run(batch, partial(self._loss, step, self.output_head, batch)))
                 outputs[-1].loss.backward()
             weight = torch.tensor(float(sum(output.weight for output in outputs)))

@@ -219,14 +219,16 @@ class ShardedModel:
         if self.head is Head.LANGUAGE_MODEL and reads_chunks and not self.lora.rank:
             head += FP32 * section.architecture.vocab_size * section.architecture.hidden_size
         # The head's activations are freed before the backward pass reaches a layer. Micro-batches
-        # before the last one add up whole fp32 gradients. With one, gradients become shards layer
-        # by layer, while activations are freed.
-        if micro_batches(section, samples, self.length) > 1:
+        # that are not reduced add up whole fp32 gradients. Others' become shards layer by layer,
+        # while activations are freed, and are added to those of the micro-batches before.
+        adds_up = micro_batches(section, samples, self.length) > 1
+        if adds_up and not section.reduce_each_micro_batch:
             peak = activations + max(head, computing) + self.learnt * FP32
         else:
+            summed = shard if adds_up else 0
             at_begin = activations + max(head, computing + (root + largest) * FP32)
             at_end = layer.kept + (root + shard) * FP32
-            peak = max(at_begin, at_end)
+            peak = max(at_begin + summed * FP32, at_end)
         return Phase("update", peak, other=self._whole_weights(), learns=True)
 
     def _scores(self, samples: int) -> tuple[int, int]:

@@ -61,8 +61,9 @@ class LayerBytes:
 
     Attributes:
         sent: Hidden-state copies on the way to experts and back, 0 if dense.
-        entry: Hidden states entering the layer.
+        entry: Hidden states entering the layer, or a norm.
         exchange: Beside `attention` while context-parallel ranks exchange tokens for heads.
+        widened: Of `mlp`, what remains without gated activations.
     """
 
     norm: int
@@ -71,6 +72,7 @@ class LayerBytes:
     sent: int
     entry: int
     exchange: int = 0
+    widened: int = 0
 
     @property
     def kept(self) -> int:
@@ -119,16 +121,18 @@ def layer_bytes(
         attention += (FP32 + itemsize) * (queries + keys)
     # Both halves of the first matrix's output, the activated gate, the other half, their product.
     mlp = tokens * 5 * itemsize * a.mlp_hidden_size // tp
+    widened = tokens * 2 * itemsize * a.mlp_hidden_size // tp
     sent = 0
     if a.num_experts:
         # With balanced routing, and every rank of a TP group sends all tokens without sequence
         # parallel. Also the hidden state, the product times the router's weight, and the routing.
         pairs = tokens * a.moe_router_topk * (1 if sequence_parallel else tp)
-        mlp = pairs * itemsize * (a.hidden_size + 6 * a.mlp_hidden_size // tp)
-        mlp += tokens * (5 * a.num_experts + 12 * a.moe_router_topk)
+        routing = tokens * (5 * a.num_experts + 12 * a.moe_router_topk)
+        mlp = pairs * itemsize * (a.hidden_size + 6 * a.mlp_hidden_size // tp) + routing
+        widened = pairs * itemsize * (a.hidden_size + 2 * a.mlp_hidden_size // tp) + routing
         sent = 3 * pairs * a.hidden_size * itemsize
     entry = rank_tokens * a.hidden_size * itemsize
-    return LayerBytes(norm, tokens * attention, mlp, sent, entry, exchange)
+    return LayerBytes(norm, tokens * attention, mlp, sent, entry, exchange, widened)
 
 
 def logit_bytes(config: RunConfig, role: Role, itemsize: int, learns: bool) -> int:
@@ -182,6 +186,7 @@ def recompute_bytes(role: LearningConfig, layer: LayerBytes) -> tuple[int, int]:
     """Return (bytes kept per micro-batch in flight, bytes recomputed at one time) for a chunk.
 
     - none: all layers; 0
+    - elementwise: the layers without what norms and gated activations keep; that of one MLP
     - selective: the layers without their MLPs; one MLP
     - uniform: one entry per group with `recompute_num_layers` layers; one group's layers
     - block: entries for the first `recompute_num_layers` layers, and the other layers; one layer if
@@ -191,6 +196,10 @@ def recompute_bytes(role: LearningConfig, layer: LayerBytes) -> tuple[int, int]:
     size = role.recompute_num_layers
     if role.recompute is Recompute.NONE:
         return layers * layer.kept, 0
+    if role.recompute is Recompute.ELEMENTWISE:
+        activation = layer.mlp - layer.widened
+        norms = 2 * (layer.norm - layer.entry)
+        return layers * (layer.kept - norms - activation), norms // 2 + activation
     if role.recompute is Recompute.SELECTIVE:
         return layers * (layer.kept - layer.mlp), layer.mlp
     if role.recompute_method == "uniform":
@@ -470,7 +479,12 @@ class PipelineStage:
         keys = rows * self.length * groups_per_rank(a.kv_heads, tp * cp)
         queries = rows * self.response * a.num_attention_heads // (tp * cp)
         copies = 2 * (keys + queries) * a.head_dim * self.itemsize
-        return replace(layer, attention=layer.attention + copies, mlp=layer.mlp + inner)
+        return replace(
+            layer,
+            attention=layer.attention + copies,
+            mlp=layer.mlp + inner,
+            widened=layer.widened + inner,
+        )
 
     def _head_bytes(self, samples: int, shared: bool, learns: bool = False) -> int:
         """Return a micro-batch's last hidden states and head; 0 before the last stage."""
