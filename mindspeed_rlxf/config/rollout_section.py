@@ -89,6 +89,12 @@ class RolloutConfig(Section):
         "together; null = as in training on the actor's devices, 1 on devices of its own",
         ge=1,
     )
+    first_rank_draws: bool = free(
+        False,
+        "logits go to the first rank of a tensor-parallel group alone, which draws the tokens for "
+        "all; off until devices have shown that both ways agree",
+        used_if="engine=native",
+    )
     tools: Annotated[tuple[ToolConfig, ...], Word] = key(
         (),
         "functions that the model may call, path/to/file.py:name or python; the agent is then "
@@ -117,6 +123,13 @@ class RolloutConfig(Section):
         "agents",
         ge=1,
         used_if="runs_slices",
+    )
+    slice_s: float | None = free(
+        None,
+        "longest time of a slice with the engine vllm, seconds; responses then go on in the next "
+        "one, so that a run is not the same again; null = none",
+        gt=0,
+        used_if="runs_slices; runs_vllm",
     )
     lead: int | None = reshard(
         None,

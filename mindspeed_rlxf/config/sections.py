@@ -113,8 +113,8 @@ class TrainingConfig(Section):
     )
     deterministic: bool | None = free(
         None,
-        "bitwise equal results each time, at some cost in speed; null = only on CPU, where it "
-        "costs nothing",
+        "bitwise equal results each time, at some cost in speed (vLLM draws each row by its own "
+        "seed); null = only on CPU, where it costs nothing",
     )
     max_skipped: int = free(
         10, "most optimizer steps skipped in a row", ge=0, used_if="nan_policy=skip"

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import RuntimeConfig
+from mindspeed_rlxf.engine import offload
+from mindspeed_rlxf.engine.train_engine import MemoryKind
 from mindspeed_rlxf.rollout import transfer
 from mindspeed_rlxf.rollout.bit_sums import bit_sum
 from mindspeed_rlxf.rollout.receipts import SyncError
@@ -56,12 +58,19 @@ def make(tmp_path: Path, monkeypatch: Any) -> Iterator[Make]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr(device, "current_device", lambda: torch.device("cpu"))
 
-    def made(fault: str = "", timeout_s: float = 1800.0, rank: int = 0, **more: Any) -> VllmRollout:
+    def made(
+        fault: str = "",
+        timeout_s: float = 1800.0,
+        rank: int = 0,
+        slice_s: float | None = None,
+        **more: Any,
+    ) -> VllmRollout:
         monkeypatch.setenv("FAULT", fault)
         lora = {"lora": {"rank": rank, "alpha": 12.0}}
         config = run_config(tmp_path, tmp_path, PLAIN, actor_rollout=lora)
         vllm = config.rollout.vllm.model_copy(update={"python": str(python), "max_num_seqs": 4})
-        rollout = config.rollout.model_copy(update={"engine": "vllm", "vllm": vllm})
+        keys = {"engine": "vllm", "vllm": vllm, "slice_s": slice_s}
+        rollout = config.rollout.model_copy(update=keys)
         runtime = RuntimeConfig(timeout_s=timeout_s, start_timeout_s=30.0)
         config = config.model_copy(update={"rollout": rollout, "runtime": runtime})
         engines.append(VllmRollout(config, str(tmp_path / "logs"), **more))
@@ -268,6 +277,21 @@ def test_a_response_goes_on_in_the_next_slice(make: Make) -> None:
     assert (second["max_tokens"], second["min_tokens"]) == (2, 1)
     assert (last["max_tokens"], last["min_tokens"]) == (1, 0)
     assert second["seed"] != last["seed"]
+
+
+def test_a_slice_that_takes_too_long_ends_with_the_tokens_that_come_next(make: Make) -> None:
+    """Of the stand-in these are two, of the five that a slice asks for."""
+    engine = make(slice_s=1e-6)
+    engine.update_weights(tensors(), 1)
+    engine.wake()
+    engine.runs_slices = True
+    settings = SamplingSettings(True, 1.0, 0, 1.0, 0, 5, ())
+    engine.add([GenerationRequest(place, 50, np.array([2, 9]), settings, 7) for place in (0, 1)])
+    for _ in range(2):
+        assert list(engine.advance(5)) == [] and engine.stats().sampled_tokens == 4
+    results = list(engine.advance(5))
+    assert [result.tokens for result in results] == [[5, 6, 5, 6, 5]] * 2
+    assert len(results[0].log_probs) == 5
 
 
 def test_a_stop_string_is_found_across_slices(make: Make) -> None:
@@ -590,6 +614,63 @@ def test_a_buffer_of_the_device_is_shared_once_an_update(
     assert len(sent) == 2 and len(on_cuda) == 1
     assert all(events[n - 1] == "synchronize" for n in sent)
     assert events[-1] == "release" and "/finish_weight_update" in events
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize(("deterministic", "has_seeds"), [(None, False), (True, True)])
+def test_requests_on_devices_have_seeds_in_deterministic_runs_alone(
+    make: Make, deterministic: bool | None, has_seeds: bool
+) -> None:
+    engine = make()
+    training = engine.config.training.model_copy(update={"deterministic": deterministic})
+    again = VllmRollout(engine.config.model_copy(update={"training": training}))
+    again.update_weights(tensors(), 1)
+    asked: list[Any] = []
+    ask_server = again.client._ask
+
+    def noted(route: str, body: Any, timeout_s: float) -> Any:
+        if body.get("stream"):
+            asked.append("seed" in body["sampling_params"])
+        return ask_server(route, body, timeout_s)
+
+    again.client._ask = noted  # type: ignore[method-assign]
+    ask(again)
+    again.server.end()
+    assert asked == [has_seeds] * 12
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_trained_weights_are_sent_without_a_way_over_the_host(make: Make, monkeypatch: Any) -> None:
+    trained_weights = torch.randn(3, 4)
+    moved = offload.Offload({MemoryKind.WEIGHTS: lambda: [trained_weights]}, [MemoryKind.WEIGHTS])
+    offload.register(moved)
+    returns, copied = list[bool](), offload._MovableMemory.onload
+    monkeypatch.setattr(
+        offload._MovableMemory,
+        "onload",
+        lambda self: returns.append(self.is_away) or copied(self),
+    )
+
+    def hf_tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        with trained.holding(MemoryKind.WEIGHTS):
+            yield "a.weight", trained_weights
+
+    trained: Any = SimpleNamespace(
+        holding=lambda *kinds: offload.holding((moved, kinds)),
+        hf_tensors=hf_tensors,
+        adapter_tensors=lambda: iter(()),
+    )
+    monkeypatch.setattr(
+        engine_module,
+        "VllmRollout",
+        lambda _, __, room: make(make_room=room),
+    )
+    replica = build_replica(make().config, trained)
+    moved.onload([MemoryKind.WEIGHTS])
+    returns.clear()
+    replica.take_weights(1, True)
+    assert returns and not any(returns), "copies from the host"
+    assert trained_weights.untyped_storage().nbytes() == 0, "the server has the device"
 
 
 @pytest.mark.usefixtures("on_cuda")

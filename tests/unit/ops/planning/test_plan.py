@@ -93,7 +93,7 @@ CHUNKS = {
         (
             # 50 tokens hold two of the longest samples of 24, so DP 8 with 96 / 8 = 12 makes 6 at
             # most; a mini-batch has 48 / 8 = 6 a rank, 3 at most
-            {"actor_rollout.max_tokens_per_micro_batch": 50},
+            {"actor_rollout.max_tokens_per_micro_batch": 50, "critic.micro_batch_size": 1},
             [
                 "actor_rollout 12 <= 50 tokens <= 6",
                 "actor_rollout 48 2 1 2 <= 3 6 0.0001",
