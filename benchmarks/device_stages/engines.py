@@ -62,8 +62,11 @@ def joined(settings: Settings, megatron: bool = True) -> Iterator[None]:
     runtime.shutdown()
 
 
-def build_actor(settings: Settings, shape: str, backend: str) -> tuple[Any, Figures]:
-    """Return the side `Ours` of `update.py` in bf16, and the plan of its peak."""
+def build_actor(settings: Settings, shape: str, backend: str, **keys: Any) -> tuple[Any, Figures]:
+    """Return the side `Ours` of `update.py` in bf16, and the plan of its peak.
+
+    keys: further keys of `actor_rollout`
+    """
     from update import Ours, actor_config, make_rollouts
 
     from mindspeed_rlxf import device
@@ -78,7 +81,8 @@ def build_actor(settings: Settings, shape: str, backend: str) -> tuple[Any, Figu
     rollouts = make_rollouts([response] * rows, arguments)
     limit = FITTING_SHARE * device.memory_total()
     for tokens in settings.sizes.micro_batches:
-        config = actor_config(folder, arguments, backend, max_tokens_per_micro_batch=tokens)
+        keys["max_tokens_per_micro_batch"] = tokens
+        config = actor_config(folder, arguments, backend, **keys)
         if planned_bytes(config) <= limit:
             break
     planned_gib = round(planned_bytes(config) / GIB, 2)

@@ -28,7 +28,9 @@ def table(lines: Sequence[Line], stages: Sequence[Any]) -> str:
         else:
             rows.append("| " + " | ".join(row_of[name](line)) + " |")
     traces = [line for line in lines if "kernels" in line]
-    return "\n".join([*rows, *kernel_table(traces), *([""] * bool(missing)), *missing])
+    compared = [line for line in lines if "options" in line]
+    tables = [*kernel_table(traces), *options_table(compared)]
+    return "\n".join([*rows, *tables, *([""] * bool(missing)), *missing])
 
 
 def kernel_table(traces: Sequence[Line]) -> list[str]:
@@ -42,6 +44,22 @@ def kernel_table(traces: Sequence[Line]) -> list[str]:
             for gap in trace["longest_gaps"]
         ]
     return lines
+
+
+def options_table(lines: Sequence[Line]) -> list[str]:
+    """Return the lines of a table of updates with and without each option."""
+    rows = []
+    for line in lines:
+        head = "| options | s | gradient norm | mean log-prob | agrees |"
+        rows += ["", f"`{line['stage']}`:", "", head, "|---|---|---|---|---|"]
+        for name, figures in line["options"].items():
+            if "error" in figures:
+                rows.append(f"| {name} | | | | {figures['error']} |")
+                continue
+            numbers = f"{figures['update_s']} | {figures['grad_norm']:.5g}"
+            agrees = "yes" if figures["agrees"] else "no"
+            rows.append(f"| {name} | {numbers} | {figures['log_prob']:.5g} | {agrees} |")
+    return rows
 
 
 def environment_row(line: Line) -> Row:
@@ -105,6 +123,22 @@ def resume_row(line: Line) -> Row:
     what = f"`{line['stage']}`: GRPO with offload, killed in iteration {line['killed_in']}"
     what += f" of {line['iterations']}"
     return Row(what, "metrics and weights of the uninterrupted run", f"digest {line['digest']}")
+
+
+def head_row(line: Line) -> Row:
+    """Say how long log-probs of labels take, beside a library's."""
+    both = {}
+    for name in ("ours", "liger"):
+        times = line[name]
+        both[name] = times.get("error") or f"{times['forward_s']} s, update {times['update_s']} s"
+    what = f"`{line['stage']}`: log-probs of {line['tokens']:,} tokens"
+    return Row(what, f"forward {both['ours']}", f"Liger: {both['liger']}")
+
+
+def options_row(line: Line) -> Row:
+    """Say how long an update takes with all options and without any."""
+    times = {name: figures.get("update_s", "failed") for name, figures in line["options"].items()}
+    return Row(f"`{line['stage']}`", f"all {times['all']} s", f"none {times['none']} s")
 
 
 def trace_row(line: Line) -> Row:

@@ -40,7 +40,7 @@ def reset_megatron_keys(raw: RawConfig, overrides: Sequence[str]) -> None:
             if raw.value(name, key) not in (None, value):
                 _reset(raw, name, key, value, overridden)
         is_trained = "recompute" in keys_of(name)
-        if is_trained and raw.value(name, "recompute") == "selective":
+        if is_trained and raw.value(name, "recompute") in ("elementwise", "selective"):
             _reset(raw, name, "recompute", "full", overridden)
 
 

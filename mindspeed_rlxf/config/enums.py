@@ -84,6 +84,7 @@ class Recompute(str, Enum):
     """Activations recomputed in the backward pass instead of kept."""
 
     NONE = "none"
+    ELEMENTWISE = "elementwise"  # those of norms and of gated activations, without a GEMM
     SELECTIVE = "selective"  # those of the MLP or of the experts
     FULL = "full"  # those of whole layers
 

@@ -65,6 +65,13 @@ class OptimizerConfig(Section):
         used_if="use_distributed_optimizer; overlap_grad_reduce; backend=megatron",
     )
 
+    reduce_each_micro_batch: bool = free(
+        False,
+        "sum gradients over the ranks behind each micro-batch's backward pass, not after the last: "
+        "a rank then has its shard of them alone; off until a device has measured both",
+        used_if="backend=fsdp",
+    )
+
     @property
     def gathers_ahead(self) -> bool:
         """Whether forward passes gather the weights changed by the last optimizer step."""
@@ -130,7 +137,9 @@ class RoleConfig(Section):
     )
     max_tokens_per_micro_batch: int | None = free(
         None,
-        "tokens per forward on the ranks of a context-parallel group, not micro_batch_size",
+        "tokens per forward on the ranks of a context-parallel group, not micro_batch_size; with "
+        "neither of the two, packed rows, and losses that are no means of micro-batches, 8192, or "
+        "seq_length if that is more",
         ge=1,
         only_if="packed_sequences",
     )
@@ -248,7 +257,9 @@ class LearningConfig(RoleConfig, OptimizerConfig):
     )
     lora: LoraConfig = key(LoraConfig(), "low-rank adapters, trained in place of the weights")
     recompute: Annotated[Recompute, Word] = free(
-        Recompute.NONE, "compute activations again in backward: of MLPs, or of whole layers"
+        Recompute.NONE,
+        "compute activations again in backward: of norms and gated activations (elementwise), of "
+        "MLPs (selective), or of whole layers",
     )
     recompute_method: Literal["uniform", "block"] = free(
         "uniform",
@@ -288,9 +299,9 @@ class LearningConfig(RoleConfig, OptimizerConfig):
             coefficient = f"{a.moe_aux_loss_coeff:g}"
             yield Problem("architecture.moe_aux_loss_coeff", rule, coefficient, "use 0")
         if self.backend == "fsdp":
-            if self.recompute is Recompute.SELECTIVE:
+            if self.recompute in (Recompute.ELEMENTWISE, Recompute.SELECTIVE):
                 rule = f"must be none or full with {ref('backend')}=fsdp"
-                yield Problem("recompute", rule, "selective", "use full")
+                yield Problem("recompute", rule, self.recompute.value, "use full")
             return
         # With wrong recompute_num_layers Megatron fails at the first step or recomputes fewer.
         if self.recompute is Recompute.FULL and not any(self._check_pipeline()):

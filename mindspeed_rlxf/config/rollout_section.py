@@ -89,6 +89,12 @@ class RolloutConfig(Section):
         "together; null = as in training on the actor's devices, 1 on devices of its own",
         ge=1,
     )
+    first_rank_draws: bool = free(
+        False,
+        "logits go to the first rank of a tensor-parallel group alone, which draws the tokens for "
+        "all; off until devices have shown that both ways agree",
+        used_if="engine=native",
+    )
     tools: Annotated[tuple[ToolConfig, ...], Word] = key(
         (),
         "functions that the model may call, path/to/file.py:name or python; the agent is then "

@@ -16,6 +16,7 @@ import megatron.core
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import distrib_optimizer
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.moe import moe_utils
 from packaging.version import Version
 
@@ -76,6 +77,10 @@ def apply_patches() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         # Megatron 0.16 reads the name even without Transformer Engine, and accepts None.
         moe_utils.te_general_gemm = None
+    begin = CheckpointWithoutOutput.__init__
+    if begin.__defaults__ == (False,):
+        # Megatron 0.16 takes the default fp8=False for fp8, and needs Transformer Engine for that.
+        begin.__defaults__ = (None,)
 
 
 class InProcess:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
@@ -100,6 +101,8 @@ def gated_products(rows: Tensor, shares: Tensor, ends: Tensor, weights: ExpertWe
 class GroupedMLP(SequentialMLP):  # type: ignore[misc]
     """Megatron's experts, in grouped GEMMs if torch and weights allow; same results."""
 
+    recomputes_activation = False  # in backward, from the outputs of the first grouped GEMM
+
     def forward(
         self, hidden: Tensor, tokens_per_expert: Tensor, probabilities: Tensor
     ) -> tuple[Tensor, None]:
@@ -121,8 +124,10 @@ class GroupedMLP(SequentialMLP):  # type: ignore[misc]
                 for hook in list(linear._forward_pre_hooks.values()):
                     hook(linear, ())
         counts = tokens_per_expert.to(hidden.device)
+        recomputes = self.recomputes_activation
         if not weights.is_reversed:
-            return _weighted_mlp(hidden, counts, probabilities, weights, experts), None
+            out = _weighted_mlp(hidden, counts, probabilities, weights, experts, recomputes)
+            return out, None
         # The tokens of the last expert come first, as its weights do.
         reversed_counts = counts.flip(0)
         starts = (counts.cumsum(0) - counts).flip(0)
@@ -132,7 +137,9 @@ class GroupedMLP(SequentialMLP):  # type: ignore[misc]
         back = order.argsort()
         hidden = _Permute.apply(hidden, order, back)
         probabilities = _Permute.apply(probabilities, order, back)
-        out = _weighted_mlp(hidden, reversed_counts, probabilities, weights, experts[::-1])
+        out = _weighted_mlp(
+            hidden, reversed_counts, probabilities, weights, experts[::-1], recomputes
+        )
         return _Permute.apply(out, back, order), None
 
 
@@ -142,13 +149,24 @@ def _weighted_mlp(
     probabilities: Tensor,
     weights: ExpertWeights,
     experts: list[Any],
+    recomputes: bool,
 ) -> Tensor:
+    def activate(widened: Tensor, probabilities: Tensor) -> Tensor:
+        gate, up = widened.chunk(2, dim=-1)
+        return (F.silu(gate) * up * probabilities[:, None]).to(widened.dtype)
+
     ends = counts.cumsum(0).to(torch.int32)
     fc1 = [expert.linear_fc1.weight for expert in experts]
     fc2 = [expert.linear_fc2.weight for expert in experts]
-    gate, up = _Product.apply(hidden, weights.widens, ends, *fc1).chunk(2, dim=-1)
-    inner = (F.silu(gate) * up * probabilities[:, None]).to(hidden.dtype)
-    return _Product.apply(inner, weights.narrows, ends, *fc2)
+    widened = _Product.apply(hidden, weights.widens, ends, *fc1)
+    if not recomputes:
+        inner = activate(widened, probabilities)
+        return _Product.apply(inner, weights.narrows, ends, *fc2)
+    activation = CheckpointWithoutOutput()
+    inner = activation.checkpoint(activate, widened, probabilities)
+    out = _Product.apply(inner, weights.narrows, ends, *fc2)
+    activation.discard_output_and_register_recompute(out)
+    return out
 
 
 class _Product(torch.autograd.Function):

@@ -22,7 +22,7 @@ from mindspeed_rlxf.config.architecture import groups_per_rank
 from mindspeed_rlxf.config.generation_memory import GROWTH, PREFILL_TOKENS, round_to_pages
 from mindspeed_rlxf.models.attention import Attend
 from mindspeed_rlxf.models.decode import Decoder, linear
-from mindspeed_rlxf.models.heads import full_logits
+from mindspeed_rlxf.models.heads import first_rank_logits, full_logits
 from mindspeed_rlxf.models.transformer import TransformerModel
 from mindspeed_rlxf.rollout.expert_sync import ExpertSync
 from mindspeed_rlxf.rollout.kv_cache import (
@@ -89,6 +89,7 @@ class Generation:
         limits: Limits,
         steps: int,
         kept_rows: dict[int, KeptRow],
+        first_rank_draws: bool = False,
     ) -> None:
         """Allocate an empty KV cache.
 
@@ -99,10 +100,12 @@ class Generation:
             limits: Sizes; no request may be longer.
             steps: Decode steps launched before the host reads the drawn tokens.
             kept_rows: Sample id -> its row, of samples whose turn has ended; changed here.
+            first_rank_draws: Whether the logits go to the first tensor-parallel rank alone.
         """
         self.model, self.weights_version, self.expert_sync = model, weights_version, expert_sync
         self.max_rows, self.max_tokens, self.steps = limits.rows, limits.tokens, steps
         self.kept_rows = kept_rows
+        self._first_rank_draws = first_rank_draws and model.tp_group.size() > 1
         self.stats = GenerationStats()
         self.waiting: deque[GrowingSample] = deque()
         self.active: list[GrowingSample] = []
@@ -408,15 +411,21 @@ class Generation:
     def _draw_next(self, hidden: Tensor, cache_rows: slice, groups: Sequence[RowGroup]) -> None:
         model = self.model
         weight, vocab, group = model.output_weight, model.architecture.vocab_size, model.tp_group
-        logits = full_logits(hidden, weight, vocab, group, self._linear)
+        gather = first_rank_logits if self._first_rank_draws else full_logits
+        logits = gather(hidden, weight, vocab, group, self._linear)
         uniforms, count = self.states.next_uniforms(cache_rows)
         tokens, log_probs = torch.zeros_like(count), torch.zeros_like(uniforms)
-        for row_group in groups:
+        for row_group in groups if logits is not None else ():
             at = row_group.rows
             tokens[at], log_probs[at] = draw_tokens(
                 logits[at], uniforms[at], count[at], row_group.settings, row_group.ends
             )
-        broadcast_from_first(tokens, group)
+        if self._first_rank_draws:
+            both = torch.stack((tokens, log_probs.view(torch.int32).long()))
+            broadcast_from_first(both, group)
+            tokens, log_probs = both[0], both[1].int().view(torch.float32)
+        else:
+            broadcast_from_first(tokens, group)
         self.states.append(tokens, log_probs, cache_rows, groups)
 
     # Rows that leave
@@ -434,10 +443,11 @@ class Generation:
         counts, ended = counts.copy(), ~going
         stopped = [index for index, row in enumerate(self.active) if row.settings.stop is not None]
         if stopped:
-            drawn, _ = self.states.read(stopped, int(counts.max()))
-            for index, tokens in zip(stopped, drawn.tolist(), strict=True):
+            copied = np.array([len(self.active[index].tokens) for index in stopped])
+            drawn = self.states.read_new(stopped, copied, counts[stopped])
+            for index, tokens in zip(stopped, drawn, strict=True):
                 row = self.active[index]
-                ended[index] |= row.append_until_end(tokens[len(row.tokens) : counts[index]])
+                ended[index] |= row.append_until_end(tokens)
                 counts[index] = len(row.tokens)
         new = int((counts - self._counts).sum())
         self.stats.sampled_tokens += new

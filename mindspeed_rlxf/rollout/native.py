@@ -47,6 +47,7 @@ class NativeRollout:
         memory: int | None = None,
         steps: int | None = None,
         capacities: Capacities | None = None,
+        first_rank_draws: bool = False,
     ) -> None:
         """Make a sleeping engine without weights.
 
@@ -58,9 +59,11 @@ class NativeRollout:
                 None = 1 on CPU, where reading costs nothing, else 8.
             capacities: Sizes of every generation; requests may then be added while others are
                 unfinished. None = those of the requests at hand.
+            first_rank_draws: See `rollout.first_rank_draws`.
         """
         self.source, self.max_rows, self.memory = source, max_rows, memory
         self.capacities = capacities
+        self.first_rank_draws = first_rank_draws
         self.model: TransformerModel = source.module
         self._stats = GenerationStats()
         self._generation: Generation | None = None  # None = nothing has begun
@@ -165,6 +168,7 @@ class NativeRollout:
                 limits,
                 self.steps,
                 self._kept_rows,
+                self.first_rank_draws,
             )
         self._generation.add(self._added)
         self._added = []
@@ -262,6 +266,7 @@ class NativeRollout:
             self.model.tp_group,
             temperature,
             self.model.linear,
+            with_entropy=False,
         )
         by_response = log_probs.split([len(response) for _, response in pack])
         return [of_response.tolist() for of_response in by_response]

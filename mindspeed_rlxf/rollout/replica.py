@@ -144,7 +144,11 @@ def _build_engine(config: RunConfig, trained: TrainEngine | None, folder: str) -
     memory_gib = config.device.memory_gib
     memory = int(memory_gib * 2**30) if memory_gib else None
     native = NativeRollout(
-        source, actor.num_samples_per_step, memory, capacities=find_capacities(config)
+        source,
+        actor.num_samples_per_step,
+        memory,
+        capacities=find_capacities(config),
+        first_rank_draws=config.rollout.first_rank_draws,
     )
     return Replica(
         native, lambda version, base: native.update_weights(stream(base), version), leads

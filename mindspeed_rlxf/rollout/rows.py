@@ -55,7 +55,7 @@ class GrowingSample:
     def has_ended(self) -> bool:
         """Whether the copied tokens are a whole response, or a whole turn."""
         is_longest = len(self.tokens) >= self.settings.max_new_tokens
-        return is_longest or self.settings.ends_with(self.tokens[self.turn_start :])
+        return is_longest or self.settings.ends_with(self._turn)
 
     @property
     def prefill_ids(self) -> np.ndarray:
@@ -66,13 +66,18 @@ class GrowingSample:
         """Append tokens to the response up to the first that ends it; return whether one does."""
         for token in tokens:
             self.tokens.append(token)
-            if self.settings.ends_with(self.tokens[self.turn_start :]):
+            if self.settings.ends_with(self._turn):
                 return True
         return False
 
+    @property
+    def _turn(self) -> list[int]:
+        """The copied tokens of this turn."""
+        return self.tokens[self.turn_start :] if self.turn_start else self.tokens
+
     def make_result(self, weights_version: int) -> GenerationResult:
         """Make the result once the response has ended; its new tokens have this version."""
-        reason = FinishReason.of(self.tokens[self.turn_start :], self.settings)
+        reason = FinishReason.of(self._turn, self.settings)
         place = self.request.place
         versions = self._versions(weights_version)
         return GenerationResult(
@@ -213,6 +218,19 @@ class RowStates:
         """Wait for the device; return the rows' tokens and log-probs, [rows, most] each."""
         at = torch.tensor(cache_rows).to(self.device)
         return self.tokens[at, :most].cpu(), self.log_probs[at, :most].cpu()
+
+    def read_new(
+        self, cache_rows: Sequence[int], first: np.ndarray, last: np.ndarray
+    ) -> list[list[int]]:
+        """Wait for the device; return each row's response tokens from `first` up to `last`.
+
+        Copies as many columns of each row as the longest of these parts has.
+        """
+        widths = last - first
+        at, start = torch.from_numpy(np.stack((cache_rows, first))).to(self.device)
+        columns = start[:, None] + torch.arange(int(widths.max()), device=self.device)
+        tokens = self.tokens[at[:, None], columns.clamp(max=self.width)].tolist()
+        return [row[:width] for row, width in zip(tokens, widths.tolist(), strict=True)]
 
     def copy_rows(self, source: Tensor, target: Tensor) -> None:
         """Copy the states from rows `source` to rows `target`, overwriting them."""

@@ -23,7 +23,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing import start_processes
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -125,7 +126,10 @@ def compute(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
         if "max_tokens_per_micro_batch" in case["keys"]:
             batches = engine.micro_batches(rows[0], share.steps[0])
             results[f"{name}.tokens"] = [batch.token_ids.numel() for batch in batches]
-        results[f"{name}.steps"] = update(*rows).report.steps
+        is_sharded = case["keys"].get("backend") == "fsdp"
+        with counting_unsharded_gradients(engine) if is_sharded else nullcontext([]) as counts:
+            results[f"{name}.steps"] = update(*rows).report.steps
+        results[f"{name}.unsharded"] = counts
         results[f"{name}.weights"] = merged(engine)
         if role is Role.ACTOR_ROLLOUT and "lora" in trained_keys(case):
             with engine.without_adapters():
@@ -155,6 +159,31 @@ def compute(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
             adapters = [Path(case["export"]) / f"{name}_adapter"] * ("lora" in trained_keys(case))
             engine.export(Path(case["export"]) / name, None, *adapters)
     return results
+
+
+@contextmanager
+def counting_unsharded_gradients(engine: Any) -> Iterator[list[int]]:
+    """Yield a list that gets the elements of whole gradients on this rank before each pass."""
+    counts: list[int] = []
+    run = engine.run
+
+    def count_and_run(*arguments: Any) -> Any:
+        groups = [
+            module._get_fsdp_state()._fsdp_param_group
+            for module in engine.model.modules()
+            if isinstance(module, FSDPModule)
+        ]
+        gradients = [
+            parameter.unsharded_param.grad
+            for group in groups
+            for parameter in (group.fsdp_params if group is not None else ())
+            if hasattr(parameter, "_unsharded_param")  # a pass has gathered it
+        ]
+        counts.append(sum(grad.numel() for grad in gradients if grad is not None))
+        return run(*arguments)
+
+    with patch.object(engine, "run", count_and_run):
+        yield counts
 
 
 def probe(actor: ActorRole, rows: Rollouts) -> list[str]:

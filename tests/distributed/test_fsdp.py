@@ -197,6 +197,7 @@ def short(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> SimpleNames
         "narrow": make("narrow", "llama", BF16, lr=1e-6, save=state),
         "wrapped": wrapped,
         "means": make("means", "llama", means=True),
+        "reduced": make("reduced", "llama", steps=2, trained={"reduce_each_micro_batch": True}),
         "adapters": {**adapters, "save": adapters_state, "export": str(folder / "adapted")},
         "loading adapters": {**adapters, "steps": 1, "load": adapters_state},
     }
@@ -227,6 +228,16 @@ def test_families_equal_plain_transformers_on_two_ranks(short: SimpleNamespace) 
     check_families(short.two, SHORT, short.cases)
     close(short.two["means"], plain_results(short.cases["means"]), "means of gradients")
     check_bf16(short.cases["narrow"], short.two["narrow"])
+
+
+def test_reduced_micro_batches_leave_no_whole_gradients(short: SimpleNamespace) -> None:
+    """The gradients are those of plain torch; without the key a rank has those of all weights."""
+    reduced, summed = short.two["reduced"], short.two["llama"]
+    close(reduced, plain_results(short.cases["reduced"]), "reduced in each micro-batch")
+    for role in ("actor", "critic"):
+        assert len(reduced[f"{role}.unsharded"]) > 2 and set(reduced[f"{role}.unsharded"]) == {0}
+        num_elements = sum(tensor.numel() for tensor in summed[f"{role}.weights"].values())
+        assert summed[f"{role}.unsharded"] == [0, num_elements]
 
 
 def test_padding_counts_as_tokens_of_a_micro_batch(short: SimpleNamespace) -> None:

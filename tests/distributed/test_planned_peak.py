@@ -77,6 +77,9 @@ SHAPES = {
     "actor, long prompts": Shape(prompt=448, response=64),
     "actor, recompute full": Shape(keys={"recompute": "full"}),
     "actor, recompute selective": Shape(keys={"recompute": "selective"}),
+    "actor, recompute elementwise": Shape(keys={"recompute": "elementwise"}),
+    "actor, recompute elementwise, bf16": Shape(keys={"recompute": "elementwise", "bf16": True}),
+    "actor, adapters, recompute elementwise": Shape(keys={**ADAPTERS, "recompute": "elementwise"}),
     "actor, bf16": Shape(keys={"bf16": True}),
     "actor, offload": Shape(keys={"offload": OffloadConfig(weights=True, optimizer=True)}),
     "actor, offload of the optimizer": Shape(keys={"offload": OffloadConfig(optimizer=True)}),
@@ -96,6 +99,10 @@ SHAPES = {
     ),
     "fsdp critic, adapters": Shape(role=Role.CRITIC, keys=ADAPTERS, backend="fsdp"),
     "fsdp actor, 2 ranks": Shape(backend="fsdp", ranks=2),
+    "fsdp actor, 2 ranks, 2 micro-batches": Shape(micro_batch=2, backend="fsdp", ranks=2),
+    "fsdp actor, 2 ranks, 2 reduced micro-batches": Shape(
+        micro_batch=2, backend="fsdp", ranks=2, keys={"reduce_each_micro_batch": True}
+    ),
     "fsdp critic, adapters, 2 ranks": Shape(
         role=Role.CRITIC, keys=ADAPTERS, backend="fsdp", ranks=2
     ),

@@ -22,10 +22,9 @@ state = {"version": "default", "cache": set(), "served": 0, "buckets": 0, "adapt
 
 
 def bit_sum(raw: bytes, width: int) -> int:
-    halves = np.frombuffer(raw, np.int16).reshape(-1, width)
-    halves = np.pad(halves, ((0, -len(halves) % 512), (0, 0))).reshape(-1, 512, width)
-    products = halves * np.arange(1, 513, dtype=np.int64)[:, None]
-    sums = np.concatenate([(products % 4096).sum(1), (products // 4096).sum(1)], 1).ravel()
+    elements = np.frombuffer(raw, np.int32 if width == 2 else np.int16)
+    blocks = np.pad(elements, (0, -len(elements) % 512)).reshape(-1, 512)
+    sums = (blocks * np.arange(1, 513, dtype=np.int64)).sum(1)
     return int((sums * np.cumprod(np.full(len(sums), 0x1E3779B97F4A7C15))).sum())
 
 

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import RuntimeConfig
+from mindspeed_rlxf.engine import offload
+from mindspeed_rlxf.engine.train_engine import MemoryKind
 from mindspeed_rlxf.rollout import transfer
 from mindspeed_rlxf.rollout.bit_sums import bit_sum
 from mindspeed_rlxf.rollout.receipts import SyncError
@@ -612,6 +614,63 @@ def test_a_buffer_of_the_device_is_shared_once_an_update(
     assert len(sent) == 2 and len(on_cuda) == 1
     assert all(events[n - 1] == "synchronize" for n in sent)
     assert events[-1] == "release" and "/finish_weight_update" in events
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize(("deterministic", "has_seeds"), [(None, False), (True, True)])
+def test_requests_on_devices_have_seeds_in_deterministic_runs_alone(
+    make: Make, deterministic: bool | None, has_seeds: bool
+) -> None:
+    engine = make()
+    training = engine.config.training.model_copy(update={"deterministic": deterministic})
+    again = VllmRollout(engine.config.model_copy(update={"training": training}))
+    again.update_weights(tensors(), 1)
+    asked: list[Any] = []
+    ask_server = again.client._ask
+
+    def noted(route: str, body: Any, timeout_s: float) -> Any:
+        if body.get("stream"):
+            asked.append("seed" in body["sampling_params"])
+        return ask_server(route, body, timeout_s)
+
+    again.client._ask = noted  # type: ignore[method-assign]
+    ask(again)
+    again.server.end()
+    assert asked == [has_seeds] * 12
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_trained_weights_are_sent_without_a_way_over_the_host(make: Make, monkeypatch: Any) -> None:
+    trained_weights = torch.randn(3, 4)
+    moved = offload.Offload({MemoryKind.WEIGHTS: lambda: [trained_weights]}, [MemoryKind.WEIGHTS])
+    offload.register(moved)
+    returns, copied = list[bool](), offload._MovableMemory.onload
+    monkeypatch.setattr(
+        offload._MovableMemory,
+        "onload",
+        lambda self: returns.append(self.is_away) or copied(self),
+    )
+
+    def hf_tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        with trained.holding(MemoryKind.WEIGHTS):
+            yield "a.weight", trained_weights
+
+    trained: Any = SimpleNamespace(
+        holding=lambda *kinds: offload.holding((moved, kinds)),
+        hf_tensors=hf_tensors,
+        adapter_tensors=lambda: iter(()),
+    )
+    monkeypatch.setattr(
+        engine_module,
+        "VllmRollout",
+        lambda _, __, room: make(make_room=room),
+    )
+    replica = build_replica(make().config, trained)
+    moved.onload([MemoryKind.WEIGHTS])
+    returns.clear()
+    replica.take_weights(1, True)
+    assert returns and not any(returns), "copies from the host"
+    assert trained_weights.untyped_storage().nbytes() == 0, "the server has the device"
 
 
 @pytest.mark.usefixtures("on_cuda")

@@ -133,8 +133,9 @@ REFUSED_LIST = (
     Refusal(("loss_scale", "min_loss_scale", "loss_scale_window"), "losses are not scaled"),
     Refusal(("recompute_activation_function", "recompute_activation_function_num_layers",
         "recompute_in_advance", "recompute_norm", "recompute_norm_num_layers",
-        "enable_recompute_layers_per_pp_rank"), "only MLPs or whole layers can be recomputed",
-        "use recompute=selective, or recompute=full with recompute_method and "
+        "enable_recompute_layers_per_pp_rank"),
+        "norms with activation functions, MLPs, or whole layers are recomputed",
+        "use recompute=elementwise or selective, or recompute=full with recompute_method and "
         "recompute_num_layers"),
     Refusal(("swap_attention", "swap_modules", "swap_optimizer", "swap_optimizer_times",
         "reuse_fp32_param", "o2_optimizer", "o2_gradient"),

@@ -29,6 +29,7 @@ from mindspeed_rlxf.ops.planning.stage_memory import (
     fp32_weight_bytes,
     head_bytes,
     itemsize,
+    logit_bytes,
     micro_batch_tokens,
     micro_batches,
     mini_batch_size,
@@ -213,19 +214,21 @@ class ShardedModel:
         if self.lora.rank:
             root = 0
             largest = self.adapters // max(num_layers, 1)
-        head = self._head_bytes(samples)
+        head = self._head_bytes(samples, learns=True)
         reads_chunks = self._read(samples) > CHUNK_TOKENS
         if self.head is Head.LANGUAGE_MODEL and reads_chunks and not self.lora.rank:
             head += FP32 * section.architecture.vocab_size * section.architecture.hidden_size
         # The head's activations are freed before the backward pass reaches a layer. Micro-batches
-        # before the last one add up whole fp32 gradients. With one, gradients become shards layer
-        # by layer, while activations are freed.
-        if micro_batches(section, samples, self.length) > 1:
+        # that are not reduced add up whole fp32 gradients. Others' become shards layer by layer,
+        # while activations are freed, and are added to those of the micro-batches before.
+        adds_up = micro_batches(section, samples, self.length) > 1
+        if adds_up and not section.reduce_each_micro_batch:
             peak = activations + max(head, computing) + self.learnt * FP32
         else:
+            summed = shard if adds_up else 0
             at_begin = activations + max(head, computing + (root + largest) * FP32)
             at_end = layer.kept + (root + shard) * FP32
-            peak = max(at_begin, at_end)
+            peak = max(at_begin + summed * FP32, at_end)
         return Phase("update", peak, other=self._whole_weights(), learns=True)
 
     def _scores(self, samples: int) -> tuple[int, int]:
@@ -260,10 +263,12 @@ class ShardedModel:
         read = micro_batch_tokens(self.section, samples, slots)
         return min(read, self._own_tokens(samples))
 
-    def _head_bytes(self, samples: int) -> int:
+    def _head_bytes(self, samples: int, learns: bool = False) -> int:
         a = self.section.architecture
         tokens = self._own_tokens(samples)
-        head = head_bytes(a, self.head, tokens, self._read(samples), self.item, a.vocab_size)
+        per_logit = logit_bytes(self.config, self.role, self.item, learns)
+        sizes = tokens, self._read(samples), self.item, a.vocab_size, per_logit
+        head = head_bytes(a, self.head, *sizes)
         if self.head is Head.LANGUAGE_MODEL:
             head += fp32_weight_bytes(self.config, self.section, a.vocab_size)
         return head

@@ -1,6 +1,6 @@
 """Compute a role's device memory on one pipeline stage: what lasts, and what phases add.
 
-`docs/models_and_weights.md` explains each formula. Bytes are per rank.
+`docs/models_and_weights.md` explains the main formulas. Bytes are per rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -61,8 +61,9 @@ class LayerBytes:
 
     Attributes:
         sent: Hidden-state copies on the way to experts and back, 0 if dense.
-        entry: Hidden states entering the layer.
+        entry: Hidden states entering the layer, or a norm.
         exchange: Beside `attention` while context-parallel ranks exchange tokens for heads.
+        widened: Of `mlp`, what remains without gated activations.
     """
 
     norm: int
@@ -71,6 +72,7 @@ class LayerBytes:
     sent: int
     entry: int
     exchange: int = 0
+    widened: int = 0
 
     @property
     def kept(self) -> int:
@@ -119,31 +121,55 @@ def layer_bytes(
         attention += (FP32 + itemsize) * (queries + keys)
     # Both halves of the first matrix's output, the activated gate, the other half, their product.
     mlp = tokens * 5 * itemsize * a.mlp_hidden_size // tp
+    widened = tokens * 2 * itemsize * a.mlp_hidden_size // tp
     sent = 0
     if a.num_experts:
         # With balanced routing, and every rank of a TP group sends all tokens without sequence
         # parallel. Also the hidden state, the product times the router's weight, and the routing.
         pairs = tokens * a.moe_router_topk * (1 if sequence_parallel else tp)
-        mlp = pairs * itemsize * (a.hidden_size + 6 * a.mlp_hidden_size // tp)
-        mlp += tokens * (5 * a.num_experts + 12 * a.moe_router_topk)
+        routing = tokens * (5 * a.num_experts + 12 * a.moe_router_topk)
+        mlp = pairs * itemsize * (a.hidden_size + 6 * a.mlp_hidden_size // tp) + routing
+        widened = pairs * itemsize * (a.hidden_size + 2 * a.mlp_hidden_size // tp) + routing
         sent = 3 * pairs * a.hidden_size * itemsize
     entry = rank_tokens * a.hidden_size * itemsize
-    return LayerBytes(norm, tokens * attention, mlp, sent, entry, exchange)
+    return LayerBytes(norm, tokens * attention, mlp, sent, entry, exchange, widened)
+
+
+def logit_bytes(config: RunConfig, role: Role, itemsize: int, learns: bool) -> int:
+    """Return the peak bytes per logit of a chunk from which log-probs come.
+
+    The fp32 logits become exponentials in place; a bf16 model has its own logits beside them. An
+    update also has products for the entropy, or the logits' gradient (`learns`), with
+    `entropy_coeff` two more for the entropy's. KL over the vocabulary compares two distributions.
+    """
+    narrow = itemsize if itemsize < FP32 else 0
+    if learns:
+        num_arrays = 4 if config.actor_rollout.entropy_coeff else 2
+    else:
+        is_full = config.algorithm.kl_penalty is KlPenalty.FULL and role is Role.REF
+        num_arrays = 4 if is_full else 1
+    return num_arrays * FP32 + narrow
 
 
 def head_bytes(
-    a: ArchitectureConfig, head: Head, tokens: int, read: int, itemsize: int, vocab: int
+    a: ArchitectureConfig,
+    head: Head,
+    tokens: int,
+    read: int,
+    itemsize: int,
+    vocab: int,
+    per_logit: int,
 ) -> int:
     """Compute the last hidden states of `tokens`, and the head for those of them that it reads.
 
     These are the final norm's input in fp32, its normed value and output, and a copy for the
-    tokens read. A score head copies those in fp32; log-probs need logits, shifted logits,
-    exponentials and a product in fp32, for one chunk at a time, with `vocab` rows on this rank.
+    tokens read. A score head copies those in fp32; log-probs need `logit_bytes` per logit, for one
+    chunk at a time, with `vocab` rows on this rank.
     """
     hidden_bytes = a.hidden_size * (tokens * (FP32 + 2 * itemsize) + read * itemsize)
     if head is Head.SCORE:
         return hidden_bytes + FP32 * read * a.hidden_size
-    return hidden_bytes + 4 * FP32 * min(read, CHUNK_TOKENS) * vocab
+    return hidden_bytes + per_logit * min(read, CHUNK_TOKENS) * vocab
 
 
 def fp32_weight_bytes(config: RunConfig, role: RoleConfig, vocab: int) -> int:
@@ -160,6 +186,7 @@ def recompute_bytes(role: LearningConfig, layer: LayerBytes) -> tuple[int, int]:
     """Return (bytes kept per micro-batch in flight, bytes recomputed at one time) for a chunk.
 
     - none: all layers; 0
+    - elementwise: the layers without what norms and gated activations keep; that of one MLP
     - selective: the layers without their MLPs; one MLP
     - uniform: one entry per group with `recompute_num_layers` layers; one group's layers
     - block: entries for the first `recompute_num_layers` layers, and the other layers; one layer if
@@ -169,6 +196,10 @@ def recompute_bytes(role: LearningConfig, layer: LayerBytes) -> tuple[int, int]:
     size = role.recompute_num_layers
     if role.recompute is Recompute.NONE:
         return layers * layer.kept, 0
+    if role.recompute is Recompute.ELEMENTWISE:
+        activation = layer.mlp - layer.widened
+        norms = 2 * (layer.norm - layer.entry)
+        return layers * (layer.kept - norms - activation), norms // 2 + activation
     if role.recompute is Recompute.SELECTIVE:
         return layers * (layer.kept - layer.mlp), layer.mlp
     if role.recompute_method == "uniform":
@@ -407,7 +438,7 @@ class PipelineStage:
             gradient_bytes += FP32 * self.vocab * self.architecture.hidden_size
         # The head's activations are freed before the backward pass reaches a layer.
         activations = num_in_flight * kept
-        activations += max(self._head_bytes(samples, shared), recomputed)
+        activations += max(self._head_bytes(samples, shared, learns=True), recomputed)
         return Phase("update", activations, other=gradient_bytes + layer.sent, learns=True)
 
     def _tokens(self, samples: int, shared: bool) -> tuple[int, int]:
@@ -448,15 +479,22 @@ class PipelineStage:
         keys = rows * self.length * groups_per_rank(a.kv_heads, tp * cp)
         queries = rows * self.response * a.num_attention_heads // (tp * cp)
         copies = 2 * (keys + queries) * a.head_dim * self.itemsize
-        return replace(layer, attention=layer.attention + copies, mlp=layer.mlp + inner)
+        return replace(
+            layer,
+            attention=layer.attention + copies,
+            mlp=layer.mlp + inner,
+            widened=layer.widened + inner,
+        )
 
-    def _head_bytes(self, samples: int, shared: bool) -> int:
+    def _head_bytes(self, samples: int, shared: bool, learns: bool = False) -> int:
         """Return a micro-batch's last hidden states and head; 0 before the last stage."""
         if not self.is_last:
             return 0
         tokens = self._own_tokens(samples, shared)
         read = self._head_tokens(samples)
-        head = head_bytes(self.architecture, self.head, tokens, read, self.itemsize, self.vocab)
+        per_logit = logit_bytes(self.config, self.role, self.itemsize, learns)
+        sizes = tokens, read, self.itemsize, self.vocab, per_logit
+        head = head_bytes(self.architecture, self.head, *sizes)
         if self.head is Head.LANGUAGE_MODEL:
             head += fp32_weight_bytes(self.config, self.section, self.vocab)
         return head

@@ -86,12 +86,14 @@ class Client:
         most_tokens: int | None,
         timeout_s: float,
         ends_at: float = math.inf,
+        has_own_seed: bool = True,
     ) -> GrowingSample:
         """Stream one response to its end, or the next `most_tokens` of it.
 
         After `ends_at`, in seconds of `time.monotonic`, only the tokens that come first.
-        `on_part` is called, and may raise, whenever tokens arrive. Random numbers depend on seed,
-        sample id and the number of tokens before. Stop strings are searched here, because the
+        `on_part` is called, and may raise, whenever tokens arrive. With `has_own_seed` random
+        numbers depend on seed, sample id and the number of tokens before; then vLLM draws one row
+        after another. Stop strings are searched here, because the
         server has no tokenizer.
 
         Raises:
@@ -111,11 +113,12 @@ class Client:
             "temperature": settings.temperature if settings.do_sample else 0.0,
             "top_k": settings.top_k or -1,
             "top_p": settings.top_p,
-            "seed": int(seed[0] >> np.uint64(1)),
             "ignore_eos": True,  # the stop ids are the complete EOS set
             "stop_token_ids": list(settings.eos_token_ids),
             "logprobs": 0,  # of the sampled token alone
         }
+        if has_own_seed:
+            sampling["seed"] = int(seed[0] >> np.uint64(1))
         asked_body = body(sample.prefill_ids, sampling, True)
         with closing(self._ask(GENERATE, asked_body, timeout_s)) as lines:
             for line in lines:

@@ -23,7 +23,7 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.models.hf_adapters import is_adapter
-from mindspeed_rlxf.rollout.bit_sums import bit_sum
+from mindspeed_rlxf.rollout.bit_sums import bit_sums
 from mindspeed_rlxf.rollout.receipts import SyncError, compare_receipts, summary
 from mindspeed_rlxf.rollout.rollout_engine import (
     EngineLost,
@@ -72,6 +72,8 @@ class VllmRollout:
         worlds.set_timeout([self.group])
         kind = device.resolve_kind(config.device.kind)
         self.on_cpu, self.on_npu = kind is DeviceKind.CPU, kind is DeviceKind.NPU
+        is_deterministic = config.training.deterministic
+        self.sends_seeds = self.on_cpu if is_deterministic is None else is_deterministic
         self.max_rows = config.rollout.vllm.max_num_seqs or actor.num_samples_per_step or MOST_ROWS
         self.timeout_s = config.runtime.timeout_s
         self.sums, self.receipts = dict[str, int](), list[Any]()
@@ -168,7 +170,7 @@ class VllmRollout:
         started = time.monotonic()
         failure: ServerError | None = None
         stream = iter(tensors)
-        first = next(stream)
+        first = next(stream)  # from now on the trained weights stay on the device
         with_base = not is_adapter(first[0])  # which comes before the adapters
         before = self.sums if with_base else {}, self.adapters.sums
         self.weights_version = version
@@ -217,7 +219,8 @@ class VllmRollout:
             bucket = [pair for pair in sent if not is_adapter(pair[0])]
             if self.is_leader:
                 self.adapters.keep(pair for pair in sent if is_adapter(pair[0]))
-                self.sums |= {name: bit_sum(tensor) for name, tensor in bucket}
+                totals = bit_sums([tensor for _, tensor in bucket])
+                self.sums |= zip((name for name, _ in bucket), totals, strict=True)
                 self.num_bytes += sum(tensor.nbytes for _, tensor in sent)
             if not bucket:
                 continue
@@ -437,6 +440,7 @@ class VllmRollout:
             most_tokens=steps,
             timeout_s=self.timeout_s,
             ends_at=ends_at,
+            has_own_seed=self.sends_seeds,
         )
         requests = list(self._queue.values())
         if steps is not None:

@@ -51,6 +51,7 @@ def test_a_context_parallel_group_is_one_replica(
         ({"ref.context_parallel_size": 2, "algorithm.kl_penalty": "full"},
          "ref.context_parallel_size=2 must be the actor's 1"),
         ({**FSDP, "training.recompute": "selective"}, "must be none or full"),
+        ({**FSDP, "training.recompute": "elementwise"}, "must be none or full"),
         ({**FSDP, "resource_pool.other": 8, "placement.ref": "other", "placement.critic": "other",
           "actor_rollout.num_gpus_for_train": 4, "actor_rollout.num_gpus_for_infer": 4},
          "needs training.backend=megatron"),

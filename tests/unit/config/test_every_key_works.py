@@ -162,6 +162,8 @@ OPTIMIZER: dict[str, Any] = {
     "clip_grad": Case(0.5, see.adam), "use_distributed_optimizer": Case(True, see.adam),
     "overlap_grad_reduce": Case(True, see.wrapped),
     "overlap_param_gather": Case(True, see.wrapped, SHARDED),
+    "reduce_each_micro_batch": Shown("../distributed/test_fsdp.py",
+     "test_reduced_micro_batches_leave_no_whole_gradients"),
 }  # fmt: skip
 ARCHITECTURE: dict[str, Any] = {
     "num_layers": Case(8, see.megatron), "hidden_size": Case(128, see.megatron),
@@ -364,6 +366,8 @@ ROLLOUT = {
      "test_an_unknown_or_unsuitable_rollout_engine_is_refused"),
     "tensor_model_parallel_size": Case(2, base=SPLIT),
     "expert_model_parallel_size": Case(2, base={**SPLIT, **EXPERTS}),
+    "first_rank_draws": Shown("../distributed/test_rollout_engine.py",
+      "test_the_first_rank_alone_gets_logits_and_draws_the_same"),
     "max_staleness": Case(1), "slice_steps": Case(16, base=STALE),
     "slice_s": Shown("../vllm/test_client.py",
      "test_a_slice_that_takes_too_long_ends_with_the_tokens_that_come_next"),

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rlxf.config.generation_memory import CACHE_SHARE
 from mindspeed_rlxf.models.attention import Attend, PackedSequences
-from mindspeed_rlxf.rollout import generation, native
+from mindspeed_rlxf.rollout import generation, native, rows
 from mindspeed_rlxf.rollout.expert_sync import ExpertSync
 from mindspeed_rlxf.rollout.kv_cache import DecodeStep, KvCache
 from mindspeed_rlxf.rollout.native import NativeRollout
@@ -299,6 +300,26 @@ def test_stop_strings_end_a_response_where_their_last_token_is(prompts, steps):
     assert ended == expected and len({len(tokens) for tokens in ended}) > 3
     assert [len(row) for row in log_probs] == [len(row) for row in ended]
     assert rollout.stats().sampled_tokens == sum(map(len, ended))
+
+
+def test_stop_strings_read_each_token_once(prompts, monkeypatch):
+    """Beside the copies of whole rows as they leave."""
+    copied: list[int] = []
+    read, read_new = rows.RowStates.read, rows.RowStates.read_new
+
+    def noted(self: Any, *arguments: Any) -> Any:
+        parts = read_new(self, *arguments)
+        copied.extend(map(len, parts))
+        return parts
+
+    leaving = MagicMock(side_effect=read, autospec=True)
+    monkeypatch.setattr(rows.RowStates, "read_new", noted)
+    monkeypatch.setattr(rows.RowStates, "read", lambda *arguments: leaving(*arguments))
+    sampled: dict[str, Any] = {"do_sample": True, "eos_token_ids": (), "max_new_tokens": 12}
+    rollout = engine(TinyModel(), 3)
+    ended, _ = answers(rollout, prompts, **sampled, stop=letter_stops("cd", "gg", "ib", "e"))
+    assert sum(copied) == sum(map(len, ended))
+    assert sum(len(call.args[1]) for call in leaving.call_args_list) == len(prompts)
 
 
 def test_given_responses_come_back_with_the_versions_and_reasons_of_generated_ones(prompts):

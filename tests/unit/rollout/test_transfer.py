@@ -33,12 +33,14 @@ def test_the_sums_are_those_of_whole_numbers(monkeypatch, dtype, count):
         np.full(count * halves, 2**15 - 1) - (np.arange(count * halves) < halves),  # odd sums
     ):
         tensor, starts = of_bits(patterns, dtype), range(0, count, BLOCK)
-        blocks = [patterns.reshape(-1, halves)[n : n + BLOCK] for n in starts]
-        numbers = np.arange(1, BLOCK + 1)[:, None]
-        expected = [(block * numbers[: len(block)]).sum(0).tolist() for block in blocks]
-        for found in (block_sums(tensor), block_sums(on_device(tensor)).as_subclass(Tensor)):
-            low, high = found.double().chunk(2, dim=1)
-            assert (low + 4096 * high).tolist() == expected  # of fp32 the lower halves first
+        elements = tensor.view(torch.int32 if halves == 2 else torch.int16).numpy().astype(np.int64)
+        blocks = [elements[n : n + BLOCK] for n in starts]
+        numbers = np.arange(1, BLOCK + 1)
+        expected = [int((block * numbers[: len(block)]).sum()) for block in blocks]
+        assert block_sums(tensor).tolist() == expected
+        parts = bit_sums._fp32_block_sums(on_device(tensor)).as_subclass(Tensor)
+        assert parts.dtype is torch.float32
+        assert bit_sums._whole_numbers(parts).tolist() == expected
 
 
 @hypothesis.given(st.sampled_from(DTYPES), st.integers(0, 2**32 - 1), st.data())
@@ -68,6 +70,18 @@ def test_elements_that_change_places_change_the_sum(dtype, others):
     assert bit_sum(swapped) != bit_sum(tensor)
     order = torch.randperm(BLOCK, generator=torch.Generator().manual_seed(1))
     assert bit_sum(tensor[order]) != bit_sum(tensor[:BLOCK])
+
+
+def test_the_host_waits_once_for_the_sums_of_a_bucket(monkeypatch):
+    tensors = [torch.randn(700), torch.randn(40, 40).bfloat16(), torch.randn(3)]
+    expected = [bit_sum(tensor) for tensor in tensors]
+    waits = []
+    for name in ("tolist", "item", "cpu", "__int__"):
+        method = getattr(Tensor, name)
+        count = lambda self, method=method: waits.append(1) or method(self)  # noqa: E731
+        monkeypatch.setattr(Tensor, name, count)
+    assert bit_sums.bit_sums(tensors) == expected
+    assert len(waits) == 1
 
 
 def test_a_bucket_has_tensors_up_to_its_size_or_a_single_larger_one(monkeypatch):

@@ -23,7 +23,8 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 
 end_with(os.getppid())
 PEFT_PREFIX = "base_model.model."
-bit_sum = runpy.run_path(os.environ["RLXF_BIT_SUMS"])["bit_sum"]
+_bit_sums = runpy.run_path(os.environ["RLXF_BIT_SUMS"])
+bit_sum, bit_sums = _bit_sums["bit_sum"], _bit_sums["bit_sums"]
 
 
 @dataclass
@@ -91,8 +92,9 @@ class Noting(Transport):  # type: ignore[misc, valid-type]
 
         def load(weights: Any) -> Any:
             weights = list(weights)
-            for name, tensor in weights:
-                self.arrived.setdefault(name, []).append(bit_sum(tensor))
+            totals = bit_sums([tensor for _, tensor in weights])
+            for (name, tensor), total in zip(weights, totals, strict=True):
+                self.arrived.setdefault(name, []).append(total)
                 self.forms[name] = tuple(tensor.shape), tensor.dtype
             return loads(weights)
 

@@ -1,5 +1,7 @@
 """Formulas of `docs/models_and_weights.md` against numbers worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig, RoleConfig
@@ -81,6 +83,10 @@ CASES = {
     "the MLP's part of a layer": (layer_bytes(MODEL, 10, 2, True, 2).mlp, 10 * 480),
     # (bytes of a micro-batch, bytes at one time) of 4 layers of 100
     "everything is kept": (recompute_bytes(role(), LAYER), (400, 0)),
+    # norms keep 7 of 20, the MLP 24 of 60: 2 x 7 + 30 + 24 = 68; a norm has 13 more, the MLP 36
+    "norms and gated activations are not kept": (
+        recompute_bytes(role("elementwise"), replace(LAYER, norm=20, widened=24)), (4 * 68, 49)
+    ),
     "all but MLPs is kept": (recompute_bytes(role("selective"), LAYER), (160, 60)),
     "entries of two groups": (
         recompute_bytes(role("full", "uniform", 2), LAYER), (2 * 7, 200)

@@ -10,7 +10,7 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.planning.host_memory import host_memory_needed
 from mindspeed_rlxf.ops.planning.memory import cache_rows, pool_memories
 from mindspeed_rlxf.ops.planning.plan import plan
-from mindspeed_rlxf.ops.planning.suggest import usable_bytes
+from mindspeed_rlxf.ops.planning.suggest import suggest, usable_bytes
 from mindspeed_rlxf.ops.sizes import GIB, format_bytes
 
 CLUSTER = ["device.kind=npu", "device.memory_gib=64", "runtime.address=head:6379"]
@@ -142,3 +142,10 @@ def test_those_of_few_hosts_leave_a_tenth_of_the_device_and_fit_the_host(name: s
     short = name == "ppo_trainer_llama3_8b_1node"  # the lengths of that of two hosts
     assert actor.max_prompt_length == (512 if short else 1024)
     assert actor.max_new_tokens == (512 if short else 32768 if "_32k_" in name else 8192)
+
+
+def test_norms_are_recomputed_before_whole_layers_are() -> None:
+    config = configured("grpo_trainer_llama31_8b_1node", "actor_rollout.recompute=none")
+    words = suggest(config, nested=False, limit=28 * GIB).split()
+    recomputed = [word for word in words if "recompute=" in word]
+    assert "actor_rollout.recompute=elementwise" in recomputed, recomputed
