@@ -41,6 +41,7 @@ STAGES = (
     Stage("grpo-0.5b-trl", 150, partial(grpo_trl, shape="0.5b"), trl_row),
     Stage("resume", 90, resume, resume_row),
     Stage("options-1.5b", 150, partial(options, shape="1.5b"), options_row),
+    Stage("options-1.5b-fsdp", 60, partial(options, shape="1.5b", engine="fsdp"), options_row),
     Stage("trace-1.5b", 75, partial(trace, shape="1.5b"), trace_row),
     Stage("grpo-1.5b", 90, partial(grpo, shape="1.5b"), grpo_row),
 )
