@@ -22,6 +22,7 @@ INSTALL = $(PIP) install $(if $(WHEELHOUSE),--no-index --find-links "$(abspath $
 DOWNLOAD = $(PIP) download --find-links wheelhouse --dest wheelhouse
 TORCH = $(if $(TORCH_INDEX_URL),--index-url "$(TORCH_INDEX_URL)") $(shell grep '^torch==' $(SET))
 TESTS ?= tests
+RUN_ARGS ?=
 DEMO := outputs/demo-$(shell date +%Y%m%d-%H%M%S)
 TRAIN = $(BIN)/python ray_gpt.py $(1) training.output_dir=$(DEMO) training.seed=$(or $(SEED),1) device.kind=$(DEVICE) $(RUN_ARGS) && $(BIN)/python examples/tiny/report.py $(DEMO)
 CODE := mindspeed_rlxf docs examples tests benchmarks constraints setup.py ray_gpt.py preprocess_data.py convert_ckpt.py

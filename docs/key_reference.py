@@ -200,7 +200,7 @@ def tables() -> str:
         "## Keys that are refused",
         "`false` and `null` are accepted for all of them.",
         make_table(
-            "key | why | remedy",
+            "key | why | hint",
             ([quote_values(entry.keys), entry.why, entry.remedy] for entry in REFUSED_LIST),
         ),
         *_tables_of_verl(),
@@ -231,7 +231,7 @@ def _tables_of_verl() -> Iterator[str]:
     yield "## Keys of verl that are refused"
     yield 'null, `false`, "" and [] are accepted for all of them.'
     refused = ([quote_values(e["keys"].split()), e["why"], e["remedy"]] for e in TABLE["refused"])
-    yield make_table("key | why | remedy", refused)
+    yield make_table("key | why | hint", refused)
 
 
 def put_into(text: str) -> str:

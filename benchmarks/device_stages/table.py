@@ -125,6 +125,16 @@ def resume_row(line: Line) -> Row:
     return Row(what, "metrics and weights of the uninterrupted run", f"digest {line['digest']}")
 
 
+def head_row(line: Line) -> Row:
+    """Say how long log-probs of labels take, beside a library's."""
+    both = {}
+    for name in ("ours", "liger"):
+        times = line[name]
+        both[name] = times.get("error") or f"{times['forward_s']} s, update {times['update_s']} s"
+    what = f"`{line['stage']}`: log-probs of {line['tokens']:,} tokens"
+    return Row(what, f"forward {both['ours']}", f"Liger: {both['liger']}")
+
+
 def options_row(line: Line) -> Row:
     """Say how long an update takes with all options and without any."""
     times = {name: figures.get("update_s", "failed") for name, figures in line["options"].items()}

@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
@@ -31,6 +32,7 @@ BACKLOG = 128
 IDLE_S = 600.0  # longest time between two requests of a connection, and to read one
 ANSWER_S = 24 * 3600.0  # to sample a turn; the run's own deadlines are shorter
 MAX_BODY = 64 * 2**20
+MAX_DROPPED_BODY = 64 * 2**10  # of a request without a valid token
 CHAT, REWARD = "v1/chat/completions", "v1/reward"
 
 
@@ -117,22 +119,36 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def _answer(self) -> None:
-        body = self._read_body()
+        try:
+            endpoint, route = self._find_endpoint()
+        except ChatError:
+            self._drop_body()
+            raise
+        body = self._read_body(MAX_BODY)
+        if route == CHAT:
+            self._complete(endpoint, ChatRequest.parse(body))
+        else:
+            self._take_reward(endpoint, body)
+
+    def _find_endpoint(self) -> tuple[Endpoint, str]:
+        """Return what a request is for, by its head alone. Raises ChatError."""
         _, folder, token, route = (*self.path.partition("?")[0].split("/", 3), "", "", "")[:4]
         endpoint = self.server.endpoints.get(_digest(token))
         bearer = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if endpoint is None or not hmac.compare_digest(_digest(bearer), _digest(endpoint.api_key)):
             raise ChatError(401, "invalid_api_key", "there is no conversation of this token")
-        if (folder, route) == ("sessions", CHAT):
-            self._complete(endpoint, ChatRequest.parse(body))
-        elif (folder, route) == ("sessions", REWARD):
-            self._take_reward(endpoint, body)
-        else:
+        if folder != "sessions" or route not in (CHAT, REWARD):
             raise ChatError(404, "not_found", f"there is POST .../{CHAT} and .../{REWARD}")
+        return endpoint, route
 
-    def _read_body(self) -> bytes:
+    def _drop_body(self) -> None:
+        """Read a short body of a refused request, which its client may still be sending."""
+        with suppress(ChatError):
+            self._read_body(MAX_DROPPED_BODY)
+
+    def _read_body(self, limit: int) -> bytes:
         length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > MAX_BODY:
+        if not length.isdigit() or int(length) > limit:
             self.close_connection = True  # what follows is no request
             raise ChatError(413, "invalid_request_error", "Content-Length is missing or too large")
         body = self.rfile.read(int(length))

@@ -10,17 +10,21 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from tempfile import TemporaryFile
 from typing import Any
 from urllib.parse import urlsplit
+
+import psutil
 
 from mindspeed_rlxf.config.plugins import Source, run_as_module
 from mindspeed_rlxf.config.reward_section import find_function
 from mindspeed_rlxf.rewards.outcome import ScoreFailure, to_result
 from mindspeed_rlxf.rewards.scoring import format_traceback, serve
 
+KILL_S = 10.0  # for a killed process to end
 MAX_OUTPUT = 4000  # characters of a failed command's stderr, the last ones
 
 
@@ -57,7 +61,10 @@ class ProgramRequest:
 
 
 def main() -> None:
-    """Run programs until the parent closes the socket."""
+    """Run programs until the parent closes the socket; each ends with all that it has started."""
+    if sys.platform == "linux":
+        # What a program leaves, in a session of its own too, becomes our child.
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     serve(make_runner)
 
 
@@ -67,9 +74,30 @@ def make_runner(plan: ProgramPlan) -> Callable[[dict[str, Any]], dict[str, Any]]
     It runs the plan's file, whose exceptions it lets through.
     """
     if plan.source is None:
-        return lambda request: _hide(request["api_key"], _run_command(plan, **request))
-    function = find_function(run_as_module(plan.source), plan.run)
-    return lambda request: _hide(request["api_key"], _call(function, **request))
+        run = partial(_run_command, plan)
+    else:
+        run = partial(_call, find_function(run_as_module(plan.source), plan.run))
+    helpers = set(psutil.Process().children())  # that the file has started
+
+    def run_to_the_end(request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return _hide(request["api_key"], run(**request))
+        finally:
+            _kill_children(helpers)
+
+    return run_to_the_end
+
+
+def _kill_children(spared: set[psutil.Process]) -> None:
+    """Kill the child processes but `spared`; theirs become ours as they end, and follow."""
+    this_process = psutil.Process()
+    while children := set(this_process.children()) - spared:
+        for child in children:
+            with suppress(psutil.Error):
+                child.kill()
+        _, alive = psutil.wait_procs(children, KILL_S)
+        if alive:  # another user's, or in a call of the kernel
+            return
 
 
 def _hide(secret: str, reply: dict[str, Any]) -> dict[str, Any]:

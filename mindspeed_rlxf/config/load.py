@@ -9,6 +9,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
@@ -74,6 +75,9 @@ AUTO = "auto"
 """A role's `model` that takes the architecture from config.json in its `load` folder."""
 
 DATA_FILES = ("train_files", "val_files")
+TOKENS_PER_MICRO_BATCH = 8192
+"""Default of `max_tokens_per_micro_batch`, if no row is longer."""
+
 AGENT_SLICE_STEPS = 32
 """Default of `rollout.slice_steps` with agents, whose turns are short."""
 
@@ -220,6 +224,7 @@ def _build(raw: RawConfig, name: str) -> Tree:
         if role.value not in payload:
             payload[role.value] = _build_role(raw, role)
     _set_stage_defaults(training, payload["algorithm"], payload["actor_rollout"])
+    _set_micro_batches(payload)
     _set_correction(payload)
     if any(payload["rollout"].get(name) for name in ("agent", "tools", "program")):
         set_default(payload["rollout"], slice_steps=AGENT_SLICE_STEPS)
@@ -405,6 +410,51 @@ def _set_stage_defaults(training: Tree, algorithm: Tree, actor: Tree) -> None:
         set_default(algorithm, **traits.defaults)
     if algorithm.get("kl_in") == "loss":
         set_default(algorithm, kl_penalty=KlPenalty.LOW_VAR_KL.value)
+
+
+def _set_micro_batches(payload: Tree) -> None:
+    """Let roles without a micro-batch size fill each pass with tokens, where that changes nothing.
+
+    Rows must be packed, and the loss no mean of micro-batches. A run that was started with one
+    sample per pass, the default of older versions, goes on so: other micro-batches round otherwise.
+    """
+    training, algorithm = payload["training"], payload["algorithm"]
+    seq_length = training.get("seq_length")
+    if type(seq_length) is not int:
+        return  # pydantic reports it
+    averages = algorithm.get("loss_normalizer") == LossNormalizer.MICRO_BATCH_MEAN.value
+    compares_pairs = training.get("stage") == Stage.RAY_ONLINE_DPO.value
+    earlier = read_resolved(training)
+    for role in CONFIGURED:
+        section = payload[role.value] or {}
+        if "architecture" not in section or not section.get("packed_sequences", True):
+            continue
+        if "micro_batch_size" in section or "max_tokens_per_micro_batch" in section:
+            continue
+        is_trained = issubclass(ROLE_SECTIONS[role], LearningConfig)
+        balances_experts = bool(section["architecture"].get("moe_aux_loss_coeff"))
+        if is_trained and (averages or balances_experts):
+            continue
+        if role is Role.ACTOR_ROLLOUT and compares_pairs:
+            continue
+        earlier_section = earlier.get(role.value) or {}
+        if earlier_section and earlier_section.get("max_tokens_per_micro_batch") is None:
+            continue
+        section["max_tokens_per_micro_batch"] = max(seq_length, TOKENS_PER_MICRO_BATCH)
+
+
+def read_resolved(training: Tree) -> Tree:
+    """Return what a run in the folder `training.output_dir` was resolved to; {} without one."""
+    if training.get("new_run") is True:
+        return {}
+    folder = Path(os.path.expanduser(str(training["output_dir"])))
+    try:
+        # config.yaml, config.1.yaml and so on
+        newest = max(folder.glob("config*.yaml"), key=lambda file: (len(file.name), file.name))
+        values = yaml.safe_load(newest.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):  # none, or one that is reported later
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def _set_correction(payload: Tree) -> None:

@@ -138,7 +138,9 @@ class RoleConfig(Section):
     )
     max_tokens_per_micro_batch: int | None = free(
         None,
-        "tokens per forward on the ranks of a context-parallel group, not micro_batch_size",
+        "tokens per forward on the ranks of a context-parallel group, not micro_batch_size; with "
+        "neither of the two, packed rows, and losses that are no means of micro-batches, 8192, or "
+        "seq_length if that is more",
         ge=1,
         only_if="packed_sequences",
     )

@@ -124,6 +124,13 @@ class RolloutConfig(Section):
         ge=1,
         used_if="runs_slices",
     )
+    slice_s: float | None = free(
+        None,
+        "longest time of a slice with the engine vllm, seconds; responses then go on in the next "
+        "one, so that a run is not the same again; null = none",
+        gt=0,
+        used_if="runs_slices; runs_vllm",
+    )
     lead: int | None = reshard(
         None,
         "batches completed before the update of the previous one starts; null = 1 in "

@@ -144,6 +144,11 @@ class RunConfig(Section):
         return bool(address)
 
     @property
+    def counts_hosts(self) -> bool:
+        """Whether the devices of a host matter: the run joins a cluster, or is planned for one."""
+        return self.joins_cluster or self.device.memory_gib is not None
+
+    @property
     def reads_reference(self) -> bool:
         """Whether a reward or loss reads the reference's log-probs."""
         return self.compares_pairs or self.algorithm.kl_ctrl.kl_coef > 0

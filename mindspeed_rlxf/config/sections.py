@@ -373,9 +373,10 @@ class DeviceConfig(Section):
     )
     devices_per_node: int = reshard(
         8,
-        "devices of each host of a joined cluster; a larger resource_pool fills whole hosts",
+        "devices of each host of a joined cluster, or of the machine that a plan is for; a larger "
+        "resource_pool fills whole hosts",
         ge=1,
-        used_if="joins_cluster",
+        used_if="counts_hosts",
     )
     memory_gib: float | None = free(
         None, "memory of one device for the plan, GiB; null = ask the device", gt=0

@@ -23,6 +23,7 @@ TEXTS = {
     "reads_lam": "a use for it: critic_lam and lam_alpha replace it",
     "reads_clip_ratio": "a use for it: clip_ratio_low and clip_ratio_high replace it",
     "joins_cluster": "a cluster that is joined (runtime.address)",
+    "counts_hosts": "a cluster that is joined (runtime.address), or device.memory_gib",
     "has_validation_prompts": "data.val_files or data.val_data_path",
     "happens": "validation.interval, before or after",
     "validation.happens": "validation.interval, before or after",

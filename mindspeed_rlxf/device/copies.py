@@ -1,4 +1,4 @@
-"""Copy between host and device memory in a separate stream, while the current stream computes.
+"""Copy between host and device memory without blocking the host, also in a separate stream.
 
 On CPU host and device memory are the same, and copies are synchronous.
 """
@@ -17,6 +17,29 @@ def host_buffer(num_bytes: int) -> Tensor:
     """Allocate host memory, [num_bytes] uint8; pinned (rounded up to 2**n) if there is a device."""
     pinned = device.active_library() is not None
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+
+
+def upload(tensor: Tensor, target: torch.device) -> Tensor:
+    """Copy a small host tensor to a device; to the CPU return it.
+
+    A copy from pageable memory would make the host wait until the device has done all launched
+    work. This one is pinned and takes its turn in the current stream.
+    """
+    if device.active_library() is None:
+        return tensor.to(target)
+    return tensor.pin_memory().to(target, non_blocking=True)
+
+
+def begin_download(tensor: Tensor) -> Tensor:
+    """Return a host tensor that has the values after the host's next wait for the current stream.
+
+    On a CPU return the tensor.
+    """
+    if tensor.device.type == "cpu":
+        return tensor
+    pinned = device.active_library() is not None
+    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+    return on_host.copy_(tensor, non_blocking=True)
 
 
 class CopyStream:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.device import npu
+from mindspeed_rlxf.device.copies import upload
 
 logger = logging.getLogger(__name__)
 
@@ -104,10 +105,10 @@ def _npu_attention() -> Any:
     return npu.attend_to_longer_keys
 
 
-# Cached, because every layer asks for those of the same pack, and an upload blocks the host.
+# Cached, because every layer asks for those of the same pack.
 @functools.lru_cache(maxsize=8)
 def _ends(lengths: Lengths, device: torch.device) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    return upload(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
 
 
 def noise(device: torch.device, *shape: int) -> Tensor:
@@ -210,7 +211,51 @@ def _from(module: str, name: str) -> Callable[[], Any]:
     return lambda: getattr(importlib.import_module(module), name)
 
 
-TABLE = (
+class TorchNorm(torch.nn.RMSNorm):
+    """Torch's norm, with one kernel forward and few backward on devices; arguments of TE's."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float,
+        params_dtype: torch.dtype,
+        sequence_parallel: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=params_dtype, device=device)
+        self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+
+def _torch_norm() -> type[TorchNorm]:
+    if not hasattr(torch.ops.aten, "_fused_rms_norm"):  # else several kernels in bf16
+        raise ImportError(f"torch {torch.__version__} has no fused norm")
+    return TorchNorm
+
+
+def _transformer_engine_rotary() -> Any:
+    module = importlib.import_module("megatron.core.extensions.transformer_engine")
+    return with_batch_axis(module.fused_apply_rotary_pos_emb)
+
+
+def with_batch_axis(fused: Any) -> Any:
+    """Return a rotary operator that also takes packed tokens, which have no batch axis.
+
+    `fused` takes [tokens, batch, heads, d] with angles [tokens, 1, 1, d]; Megatron passes packed
+    tokens as [tokens, heads, d] with [tokens, 1, d].
+    """
+
+    def rotate(query: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
+        assert not interleaved, "no model here has interleaved angles"
+        if query.dim() == 4:
+            rotated: Tensor = fused(query, angles)
+            return rotated
+        rotated = fused(query.unsqueeze(1), angles.unsqueeze(1))
+        return rotated.squeeze(1)
+
+    return rotate
+
+
+TABLE: tuple[Source, ...] = (
     Source(Operator.ATTENTION, "torch.nn.attention.varlen", _TORCH, _probe_attention),
     Source(Operator.ATTENTION, "flash_attn", _FLASH, _probe_attention),
     Source(Operator.SHARED_PROMPTS, "torch.nn.attention.varlen", _TORCH, _probe_shared_prompts),
@@ -218,9 +263,8 @@ TABLE = (
     Source(Operator.SHARED_PROMPTS, "torch_npu", _npu_attention, _probe_shared_prompts),
     Source(Operator.NORM, "transformer_engine",
            _from("transformer_engine.pytorch", "RMSNorm"), _probe_norm),
-    Source(Operator.ROTARY, "transformer_engine",
-           _from("megatron.core.extensions.transformer_engine", "fused_apply_rotary_pos_emb"),
-           _probe_rotary),
+    Source(Operator.NORM, "torch", _torch_norm, _probe_norm),
+    Source(Operator.ROTARY, "transformer_engine", _transformer_engine_rotary, _probe_rotary),
     Source(Operator.SWIGLU, "megatron.core",
            _from("megatron.core.fusions.fused_bias_swiglu", "bias_swiglu_impl"), _probe_swiglu),
     Source(Operator.GRADIENT, "apex",

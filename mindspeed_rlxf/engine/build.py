@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -145,10 +146,29 @@ def connect_schedule(
     Gradients are reduced after the last micro-batch. Megatron skips the reduction if `config` lacks
     these functions.
     """
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = finalize_gradients
     config.grad_scale_func = optimizer.scale_loss
     pauses = [model.no_sync for model in models]
     config.no_sync_func = pauses if len(pauses) > 1 else pauses[0]
+
+
+def finalize_gradients(
+    models: list[Any], num_tokens: Tensor | None = None, *arguments: Any, **keys: Any
+) -> None:
+    """Finish a step's gradients like Megatron's `finalize_model_grads`, without a wait of the host.
+
+    Megatron's own asks the device whether `num_tokens`, the mini-batch's weight, is above 0.
+    """
+    finalize_model_grads(models, None, *arguments, **keys)
+    if num_tokens is None:
+        return
+    last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
+    pp_group = parallel_state.get_pipeline_model_parallel_group()
+    torch.distributed.broadcast(num_tokens, src=last_rank, group=pp_group)
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    torch.distributed.all_reduce(num_tokens, group=replicas)
+    for model in models:
+        model.scale_gradients(1.0 / num_tokens.clamp(min=1))
 
 
 def build_optimizer(
@@ -182,8 +202,12 @@ def build_optimizer(
 
 
 def measure_in_rows() -> None:
-    """Let Megatron use `gradient_norm` on a CPU; other devices sum in parts."""
-    if device.current_device().type == "cpu":
+    """Let Megatron use `gradient_norm` on a CPU, and where it has no fused operator for the norm.
+
+    Without Transformer Engine and Apex it reads the norm of each gradient from the device.
+    """
+    is_plain = clip_grads.l2_norm_impl.__module__.startswith("megatron.")
+    if device.current_device().type == "cpu" or is_plain:
         clip_grads.l2_norm_impl = _l2_norm
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_rlxf import device
 from mindspeed_rlxf.algorithms.losses import LossOutput
 from mindspeed_rlxf.algorithms.slots import readable_slots
 from mindspeed_rlxf.config.schema import LoraConfig, RoleConfig
@@ -20,6 +21,7 @@ from mindspeed_rlxf.engine.collective_errors import fail_together, gather_all
 from mindspeed_rlxf.engine.head_outputs import (
     OutputHead,
     read_log_probs,
+    read_log_probs_and_entropies,
     read_log_probs_and_kl,
     read_scores,
     read_states,
@@ -103,7 +105,9 @@ class CommonEngine:
     ) -> LossOutput:
         """Compute a step's loss from a micro-batch's hidden states."""
         if isinstance(step, PolicyStep):
-            return step.loss(batch.rows, read_log_probs(head, batch, hidden, step.temperature))
+            settings = step.temperature, step.trains_entropy
+            tokens = read_log_probs_and_entropies(head, batch, hidden, *settings)
+            return step.loss(batch.rows, tokens)
         slots = step.slots[batch.rows]
         return step.loss(batch.rows, read_values(head, batch, hidden, slots))
 
@@ -111,7 +115,7 @@ class CommonEngine:
         """Compute log-probs for the trained response tokens, 0 elsewhere."""
 
         def read(head: OutputHead, batch: MicroBatch, hidden: Tensor) -> Tensor:
-            return read_log_probs(head, batch, hidden, temperature).log_probs
+            return read_log_probs(head, batch, hidden, temperature)
 
         flat = self._read_all(rollouts, read)
         return LogProbs(scatter_rows(flat, rollouts.trained_mask)) if self.is_leader else None
@@ -138,6 +142,7 @@ class CommonEngine:
         with offload.holding((self._offload, weights), (policy._offload, weights)):
             # Row after row, as the two engines may make different micro-batches.
             chunks = policy._read_all(rollouts, read_states)
+            device.synchronize()  # for the states on the host
             policy_states = torch.cat(chunks) if chunks else torch.empty(0)
             policy_weight = policy.output_weight
             with self.without_adapters():  # where the policy is this engine
@@ -169,10 +174,17 @@ class CommonEngine:
                 flop_counter.add(flop_counter.Work(tokens, passes * flops))
 
     def _step_metrics(
-        self, micro_batches: Sequence[MicroBatch], outputs: Sequence[LossOutput], result: StepResult
+        self,
+        micro_batches: Sequence[MicroBatch],
+        outputs: Sequence[LossOutput],
+        totals: Tensor,
+        result: StepResult,
     ) -> dict[str, float]:
-        """Count a step's work; return its metrics, over the mini-batch of all replicas."""
-        metrics = average_metrics(outputs, self.sum_over_replicas)
+        """Count a step's work; return its metrics, over the mini-batch of all replicas.
+
+        `totals` are from `begin_reading_totals`, before the step that the host has waited for.
+        """
+        metrics = average_metrics(outputs, totals, self.sum_over_replicas)
         self._count(micro_batches, flop_counter.ADAPT if self.lora.rank else flop_counter.TRAIN)
         metrics["grad_norm"] = result.grad_norm
         if self.skipped.policy == "skip":

@@ -50,6 +50,7 @@ from mindspeed_rlxf.engine.micro_batch import (
     saved_tokens,
 )
 from mindspeed_rlxf.engine.offload import tensors_of
+from mindspeed_rlxf.engine.outputs import begin_reading_totals
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.engine.schedule import Read, run_schedule
 from mindspeed_rlxf.engine.step_guard import GuardedOptimizer, SkippedSteps
@@ -278,9 +279,10 @@ class MegatronEngine(CommonEngine):
             outputs = run_schedule(self.models, self.chunks[-1], micro_batches, read)
             self._offload.mark_changed(MemoryKind.WEIGHTS, MemoryKind.OPTIMIZER)
             self._offload.await_copies(MemoryKind.OPTIMIZER)
+            totals = begin_reading_totals(outputs)
             result = self._guarded.step([output.loss.detach() for output in outputs])
             self.skipped.judge(result, self.state.scheduler.num_steps + 1, self._mini_batch)
-            return self._step_metrics(micro_batches, outputs, result)
+            return self._step_metrics(micro_batches, outputs, totals, result)
 
     def end_iteration(self) -> float:
         """Advance the learning-rate schedule; return the ending iteration's rate."""

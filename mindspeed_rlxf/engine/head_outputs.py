@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mindspeed_rlxf.device.copies import begin_download, upload
 from mindspeed_rlxf.engine.micro_batch import MicroBatch
 from mindspeed_rlxf.engine.train_engine import TokenLogProbs
 from mindspeed_rlxf.models.context_parallel import compute_at
@@ -45,19 +46,71 @@ class OutputHead(Protocol):
 
 def read_log_probs(
     head: OutputHead, batch: MicroBatch, hidden: Tensor, temperature: float
-) -> TokenLogProbs:
-    """Compute the trained tokens' log-probs and entropies, [tokens] each."""
-    weight = head.output_weight
-    settings = head.vocab_size, head.tp_group, temperature, head.linear
+) -> Tensor:
+    """Compute the trained tokens' log-probs, [tokens]."""
 
-    def compute(states: Tensor, numbers: Tensor) -> Tensor:
-        labels = batch.trained_ids[numbers.to(states.device)]
-        return torch.stack(token_log_probs(states, weight, labels, *settings), dim=-1)
+    def compute(states: Tensor, labels: Tensor) -> Tensor:
+        log_probs, _ = token_log_probs(
+            states, head.output_weight, labels, **_settings(head, temperature), with_entropy=False
+        )
+        return log_probs
+
+    return _compute_at_labels(head, batch, hidden, compute)
+
+
+def read_log_probs_and_entropies(
+    head: OutputHead,
+    batch: MicroBatch,
+    hidden: Tensor,
+    temperature: float,
+    trains_entropy: bool,
+) -> TokenLogProbs:
+    """Compute the trained tokens' log-probs and entropies, [tokens] each.
+
+    Entropies have no gradient unless `trains_entropy`.
+    """
+
+    def compute(states: Tensor, labels: Tensor) -> Tensor:
+        log_probs, entropies = token_log_probs(
+            states, head.output_weight, labels, **_settings(head, temperature)
+        )
+        if not trains_entropy:
+            entropies = entropies.detach()
+        return torch.stack((log_probs, entropies), dim=-1)
+
+    log_probs, entropies = _compute_at_labels(head, batch, hidden, compute).unbind(-1)
+    return TokenLogProbs(log_probs, entropies if trains_entropy else entropies.detach())
+
+
+def _settings(head: OutputHead, temperature: float) -> dict[str, Any]:
+    return {
+        "vocab_size": head.vocab_size,
+        "tp_group": head.tp_group,
+        "temperature": temperature,
+        "linear": head.linear,
+    }
+
+
+def _compute_at_labels(
+    head: OutputHead,
+    batch: MicroBatch,
+    hidden: Tensor,
+    compute: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Compute from the states [tokens, hidden] that predict the trained tokens, and these [tokens].
+
+    Returns the results of all context-parallel ranks, [tokens, ...].
+    """
+
+    def compute_own(states: Tensor, numbers: Tensor | None) -> Tensor:
+        labels = batch.trained_ids
+        if numbers is not None:
+            labels = labels[upload(numbers, states.device)]
+        return compute(states, labels)
 
     full = head.full_hidden(hidden, partial_gradient=True)
     places = batch.prediction_places(batch.trained_mask)
-    log_probs, entropies = compute_at(full, places, batch.cp, compute).unbind(-1)
-    return TokenLogProbs(log_probs, entropies)
+    return compute_at(full, places, batch.cp, compute_own)
 
 
 def read_values(head: OutputHead, batch: MicroBatch, hidden: Tensor, slots: Tensor) -> Tensor:
@@ -81,11 +134,12 @@ def _score(head: OutputHead, batch: MicroBatch, hidden: Tensor, places: Tensor) 
 def read_states(head: OutputHead, batch: MicroBatch, hidden: Tensor) -> Tensor:
     """Return the hidden states that predict the trained tokens, [tokens, hidden].
 
-    On the host, where the policy's states of a whole batch wait for the other model's.
+    On the host, where the policy's states of a whole batch wait for the other model's. They are
+    there after `device.synchronize`.
     """
     full = head.full_hidden(hidden, partial_gradient=False)
     places = batch.prediction_places(batch.trained_mask)
-    return compute_at(full, places, batch.cp, lambda states, _: states).cpu()
+    return begin_download(compute_at(full, places, batch.cp, lambda states, _: states))
 
 
 def read_log_probs_and_kl(
@@ -102,12 +156,13 @@ def read_log_probs_and_kl(
     hidden], are its `read_states` for this micro-batch.
     """
     weight = head.output_weight
-    settings = head.vocab_size, head.tp_group, temperature, head.linear
+    settings = _settings(head, temperature)
 
-    def compute(states: Tensor, numbers: Tensor) -> Tensor:
-        of_policy = policy_states[numbers].to(hidden.device)
-        return full_kl(of_policy, policy_weight, states, weight, *settings)
+    def compute(states: Tensor, numbers: Tensor | None) -> Tensor:
+        of_policy = policy_states if numbers is None else policy_states[numbers]
+        of_policy = upload(of_policy, hidden.device)
+        return full_kl(of_policy, policy_weight, states, weight, **settings)
 
     full = head.full_hidden(hidden, partial_gradient=False)
     kl = compute_at(full, batch.prediction_places(batch.trained_mask), batch.cp, compute)
-    return torch.stack((read_log_probs(head, batch, hidden, temperature).log_probs, kl))
+    return torch.stack((read_log_probs(head, batch, hidden, temperature), kl))

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig, RoleConfig
 from mindspeed_rlxf.data.batch import Rollouts
 from mindspeed_rlxf.data.mini_batches import fill_cheapest, sample_flops
+from mindspeed_rlxf.device.copies import upload
 from mindspeed_rlxf.engine.flop_counter import Work
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def make_micro_batches(
                 prompt_lengths=rollouts.prompt_lengths[rows],
                 response_lengths=rollouts.response_lengths[rows],
                 trained_mask=trained,
-                trained_ids=rollouts.response_ids[rows][trained].to(device),
+                trained_ids=upload(rollouts.response_ids[rows][trained], device),
                 cp=cp,
             )
         )
@@ -204,8 +205,8 @@ def _pack_rows(
         first_position = 0 if number is None else lengths[number]
         positions.append(torch.arange(first_position, first_position + length))
     return {
-        "token_ids": torch.cat(sequences)[None, :].to(device),
-        "positions": torch.cat(positions).to(device),
+        "token_ids": upload(torch.cat(sequences)[None, :], device),
+        "positions": upload(torch.cat(positions), device),
         "lengths": lengths,
         "prompts": tuple(prompt_of),
         "starts": torch.tensor(starts),
@@ -221,8 +222,8 @@ def _pad_rows(
     token_ids = pad_sequence(rows, batch_first=True)
     token_ids = torch.nn.functional.pad(token_ids, (0, -token_ids.size(1) % multiple_of))
     return {
-        "token_ids": token_ids.to(device),
-        "positions": torch.arange(token_ids.size(1)).to(device),
+        "token_ids": upload(token_ids, device),
+        "positions": upload(torch.arange(token_ids.size(1)), device),
         "lengths": None,
         "prompts": (),
         "starts": torch.arange(count),

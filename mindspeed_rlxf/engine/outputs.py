@@ -6,26 +6,39 @@ import torch
 from torch import Tensor
 
 from mindspeed_rlxf.algorithms.losses import LossOutput
+from mindspeed_rlxf.device.copies import begin_download
+
+
+def begin_reading_totals(outputs: Sequence[LossOutput]) -> Tensor:
+    """Return all metrics' totals, [metrics, micro-batches], on the host.
+
+    They are there after the host's next wait for the current stream (`begin_download`).
+    """
+    totals = []
+    for name in outputs[0].metrics if outputs else ():
+        totals.append(torch.stack([output.metrics[name].total for output in outputs]))
+    return begin_download(torch.stack(totals)) if totals else torch.empty(0)
 
 
 def average_metrics(
-    outputs: Sequence[LossOutput], sum_over_replicas: Callable[[Tensor], Tensor]
+    outputs: Sequence[LossOutput],
+    totals: Tensor,
+    sum_over_replicas: Callable[[Tensor], Tensor],
 ) -> dict[str, float]:
     """Return metrics averaged over the mini-batch on all data-parallel ranks, by name.
 
+    `totals` are those of `begin_reading_totals`, after a wait.
     A metric is 0 if its weights (token or sample counts) sum to 0. A rank before the last pipeline
     stage has no outputs, returns {} and takes no part in the sum.
     """
     if not outputs:
         return {}
     names = list(outputs[0].metrics)
-    sums = []
     weights = []
     for name in names:
-        metrics = [output.metrics[name] for output in outputs]
-        sums.append(torch.stack([metric.total.cpu() for metric in metrics]).sum())
-        weights.append(float(sum(metric.weight for metric in metrics)))
-    local = torch.stack((torch.stack(sums), torch.tensor(weights).double()))
+        weights.append(float(sum(output.metrics[name].weight for output in outputs)))
+    sums = torch.stack([of_metric.sum() for of_metric in totals])
+    local = torch.stack((sums, torch.tensor(weights).double()))
     totals, counts = sum_over_replicas(local)
     return dict(zip(names, (totals / counts.clamp(min=1)).tolist(), strict=True))
 
@@ -38,5 +51,5 @@ def scatter_rows(flat: Sequence[Tensor], mask: Tensor) -> Tensor:
         mask: [all rows, width] bool.
     """
     out = torch.zeros(mask.shape, dtype=torch.float32)
-    out[mask] = torch.cat([values.cpu() for values in flat]).float()
+    out[mask] = torch.cat(list(flat)).cpu().float()
     return out

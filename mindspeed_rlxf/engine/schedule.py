@@ -42,7 +42,8 @@ def run_schedule(
             # Megatron sums the weights over DP x CP, and all ranks of CP have the same rows.
             is_counted = batch.cp is None or batch.cp.rank() == 0
             weight = output.weight if is_counted else 0
-            summed_weight = torch.tensor(weight, dtype=torch.int, device=hidden.device)
+            # Filled on the device: `torch.tensor` would copy, and the host wait for the device.
+            summed_weight = torch.full((), weight, dtype=torch.int, device=hidden.device)
             return output.loss, summed_weight, output
 
         return hidden, read if forward_only else loss

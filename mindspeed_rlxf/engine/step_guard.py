@@ -40,6 +40,13 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
     return torch.cat(rows).square().sum().sqrt()
 
 
+def has_wrong_loss(losses: Sequence[Tensor]) -> Tensor:
+    """Return 1 if a loss is not finite, else 0: an fp32 scalar on the device."""
+    if not losses:  # before the last pipeline stage
+        return torch.zeros((), device=device.current_device())
+    return torch.stack(list(losses)).isfinite().all().logical_not().float()
+
+
 @dataclass(frozen=True)
 class StepResult:
     """An optimizer step's gradient norm, and why it was skipped, if it was."""
@@ -66,7 +73,7 @@ class GuardedOptimizer:
         self.optimizer = optimizer
         self._measure = optimizer.get_grad_norm
         optimizer.get_grad_norm = self._checked_norm  # type: ignore[method-assign]
-        self._losses_finite = True
+        self._wrong_loss: Tensor | None = None  # 1 or 0, on the device
         self._checked = False
 
     def step(self, losses: Sequence[Tensor]) -> StepResult:
@@ -75,7 +82,7 @@ class GuardedOptimizer:
         The losses are scalars from this rank's micro-batches. Returns the gradient norm, and the
         numbers not finite on any rank.
         """
-        self._losses_finite = all(bool(loss.isfinite()) for loss in losses)
+        self._wrong_loss = has_wrong_loss(losses)
         self._checked = False
         try:
             updated, grad_norm, _ = self.optimizer.step()
@@ -89,11 +96,12 @@ class GuardedOptimizer:
         """Return the gradient norm; a collective."""
         norm = float(self._measure())
         self._checked = True
-        is_wrong = {"loss": not self._losses_finite, "gradient norm": not math.isfinite(norm)}
-        flags = torch.tensor(list(is_wrong.values()), dtype=torch.float32)
-        flags = flags.to(device.current_device())
+        assert self._wrong_loss is not None, "the step has begun"
+        wrong_norm = torch.full_like(self._wrong_loss, not math.isfinite(norm))
+        flags = torch.stack((self._wrong_loss, wrong_norm))
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        wrong = tuple(name for name, flag in zip(is_wrong, flags.tolist(), strict=True) if flag)
+        names = "loss", "gradient norm"
+        wrong = tuple(name for name, flag in zip(names, flags.tolist(), strict=True) if flag)
         if wrong:
             raise _Stopped(StepResult(norm, wrong))
         return norm

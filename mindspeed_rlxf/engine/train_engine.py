@@ -49,6 +49,7 @@ class PolicyStep:
 
     loss: TokenLoss
     temperature: float  # divides the logits
+    trains_entropy: bool = True  # whether the loss needs the entropies' gradients
 
 
 @dataclass(frozen=True)

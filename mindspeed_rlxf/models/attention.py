@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.device import kernels
+from mindspeed_rlxf.device.copies import upload
 from mindspeed_rlxf.models.context_parallel import exchange_for_heads, exchange_for_tokens
 
 # Padding all sequences of a pack to the longest costs compute but saves calls: it pays while the
@@ -291,7 +292,7 @@ class PackedSequences(Attend):
             gather = starts[:, None] + torch.minimum(columns[None, :], lengths[:, None] - 1)
             valid = columns[None, :] < lengths[:, None]
             scatter = valid.flatten().nonzero().squeeze(1)
-            self._index = (gather.flatten().to(device), scatter.to(device))
+            self._index = (upload(gather.flatten(), device), upload(scatter, device))
         return self._index
 
 
@@ -331,7 +332,8 @@ class SharedPrompts(Attend):
         if fused is not None:
             if self._keys is None:
                 numbers = range(len(self.lengths))
-                self._keys = torch.cat([self._keys_of(i) for i in numbers]).to(query.device)
+                keys = torch.cat([self._keys_of(i) for i in numbers])
+                self._keys = upload(keys, query.device)
             keys = key.index_select(0, self._keys)
             values = value.index_select(0, self._keys)
             return fused(query, keys, values, self.lengths, self.key_lengths)
@@ -373,9 +375,9 @@ class SharedPrompts(Attend):
         order = torch.cat([self._tokens_of(i) for i in in_order])
         return (
             PackedSequences(lengths=tuple(self.lengths[i] for i in independent)),
-            torch.cat([self._tokens_of(i) for i in independent]).to(target),
+            upload(torch.cat([self._tokens_of(i) for i in independent]), target),
             [self._responses(numbers, target) for numbers in calls],
-            order.argsort().to(target),
+            upload(order.argsort(), target),
         )
 
     def _responses(self, numbers: list[int], target: torch.device) -> _Responses:
@@ -386,7 +388,7 @@ class SharedPrompts(Attend):
         lengths = torch.tensor([self.lengths[i] for i in numbers])
         results = (torch.arange(width) < lengths[:, None]).flatten().nonzero().squeeze(1)
         mask = torch.ones(width, keys.size(1), dtype=torch.bool).tril(keys.size(1) - width)
-        return _Responses(queries.to(target), keys.to(target), results.to(target), mask.to(target))
+        return _Responses(*(upload(index, target) for index in (queries, keys, results, mask)))
 
 
 @dataclass

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_rlxf.device.copies import upload
+
 
 def exchange_for_heads(
     query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, tokens: int, heads: int
@@ -73,7 +75,7 @@ def compute_at(
     hidden: Tensor,
     places: Tensor,
     group: dist.ProcessGroup | None,
-    compute: Callable[[Tensor, Tensor], Tensor],
+    compute: Callable[[Tensor, Tensor | None], Tensor],
 ) -> Tensor:
     """Compute from the hidden states at flat places; all ranks of the group get all results.
 
@@ -82,23 +84,23 @@ def compute_at(
         places: [places] int64 on the host, flat indices in the tokens of all ranks.
         group: The ranks that share the tokens; None = this rank has all.
         compute: Called with this rank's states [own places, hidden] and their numbers among the
-            places, on the host. Returns [own places, ...].
+            places, on the host; None = all of them, in order. Returns [own places, ...].
 
     Returns:
         [places, ...]. Each rank's gradient is that of its own places: all ranks compute the same
         loss, so the ranks' gradients must be summed and not averaged.
     """
     if group is None:
-        return compute(hidden.index_select(0, places.to(hidden.device)), torch.arange(len(places)))
+        return compute(hidden.index_select(0, upload(places, hidden.device)), None)
     owners = places // len(hidden)
     own_numbers = (owners == group.rank()).nonzero()[:, 0]
     own_places = places[own_numbers] - group.rank() * len(hidden)
-    computed = compute(hidden.index_select(0, own_places.to(hidden.device)), own_numbers)
+    computed = compute(hidden.index_select(0, upload(own_places, hidden.device)), own_numbers)
     sizes = torch.bincount(owners, minlength=group.size()).tolist()
     gathered: Tensor = _Gather.apply(computed, group, sizes)
     # Gathered are the results of the first rank, then of the second, and so on.
     order = owners.argsort(stable=True).argsort()
-    return gathered.index_select(0, order.to(hidden.device))
+    return gathered.index_select(0, upload(order, hidden.device))
 
 
 class _Gather(torch.autograd.Function):

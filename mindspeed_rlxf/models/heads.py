@@ -7,7 +7,7 @@ for `CHUNK_TOKENS` tokens at a time and are recomputed in backward, so a whole m
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,7 @@ def token_log_probs(
     tp_group: dist.ProcessGroup,
     temperature: float = 1.0,
     linear: Linear = F.linear,
+    with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Compute each label's log-prob, and each token's entropy.
 
@@ -84,60 +85,192 @@ def token_log_probs(
         tp_group: tensor-parallel group.
         temperature: divides the logits.
         linear: as in `shard_logits`.
+        with_entropy: False leaves out what only the entropy needs.
 
     Returns:
-        Log-probs and entropies, [tokens] fp32 each, equal on every rank.
+        Log-probs and entropies, [tokens] fp32 each, equal on every rank. Without entropy the latter
+        are [0].
     """
-    arguments = (hidden, weight, labels, vocab_size, tp_group, temperature, linear)
+    settings = _Settings(vocab_size, tp_group, temperature, linear, with_entropy)
+    if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
+        softmax = _chunked_softmax(hidden, weight, labels, settings)
+        return softmax.log_probs, softmax.entropy
     if hidden.size(0) <= CHUNK_TOKENS:
-        return _chunk_log_probs(*arguments)
-    values, entropy = _ChunkedLogProbs.apply(*arguments)
+        logits = linear(hidden, weight)
+        values, entropy = _LogProbsOfLogits.apply(logits, labels, settings)
+    else:
+        values, entropy = _ChunkedLogProbs.apply(hidden, weight, labels, settings)
     return values, entropy
 
 
-def _chunk_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
+class _Settings(NamedTuple):
+    """The arguments of `token_log_probs` besides tensors."""
+
+    vocab_size: int
+    group: dist.ProcessGroup
+    temperature: float
+    linear: Linear
+    with_entropy: bool
+
+
+class _Softmax(NamedTuple):
+    """The softmax of each token's logits, over the whole vocabulary, [tokens] each."""
+
+    log_probs: Tensor  # at the labels
+    entropy: Tensor  # [0] without
+    maximum: Tensor  # largest logit
+    normaliser: Tensor  # sum of exp(logit - maximum)
+
+
+def _scaled_logits(logits: Tensor, settings: _Settings) -> Tensor:
+    """Return fp32 logits over temperature [tokens, vocab], hardly above -inf at padding ids.
+
+    Detached. Overwrites fp32 logits, so that a chunk is not there twice: a product does not need
+    its result in backward.
+    """
+    logits = logits.detach()
+    is_scaled = settings.temperature != 1.0
+    if logits.dtype is not torch.float32 and is_scaled:
+        # One kernel converts and divides: its second argument is fp32, and no scalar.
+        logits = logits / torch.full((1,), settings.temperature, device=logits.device)
+    else:
+        logits = logits.float()
+        if is_scaled:
+            logits.div_(settings.temperature)
+    num_real = _num_real(logits.size(-1), settings.vocab_size, settings.group)
+    # A finite number times its probability 0 is 0 in the entropy.
+    logits[:, num_real:] = torch.finfo(logits.dtype).min
+    return logits
+
+
+def _softmax(logits: Tensor, labels: Tensor, settings: _Settings) -> tuple[_Softmax, Tensor]:
+    """Compute the softmax from this rank's scaled logits, which it overwrites.
+
+    A collective over the tensor-parallel ranks. Also returns exp(logit - maximum), [tokens, vocab].
+    """
+    maximum = logits.amax(dim=-1)
+    _all_reduce(maximum, settings.group, dist.ReduceOp.MAX)
+    shifted = logits.sub_(maximum[:, None])
+    local, is_local = _local_labels(labels, logits.size(-1), settings.group)
+    at_label = shifted.gather(-1, local[:, None]).squeeze(-1).masked_fill(~is_local, 0.0)
+    # Sums that every rank contributes to, in one message: normaliser, label, p * logit.
+    if settings.with_entropy:
+        exponentials = shifted.exp()
+        weighted = shifted.mul_(exponentials).sum(-1)
+        sums = torch.stack((exponentials.sum(-1), at_label, weighted))
+    else:
+        exponentials = shifted.exp_()
+        sums = torch.stack((exponentials.sum(-1), at_label))
+    _all_reduce(sums, settings.group, dist.ReduceOp.SUM)
+    normaliser = sums[0]
+    log_normaliser = normaliser.log()
+    entropy = sums.new_empty(0)
+    if settings.with_entropy:
+        entropy = log_normaliser - sums[2] / normaliser
+    return _Softmax(sums[1] - log_normaliser, entropy, maximum, normaliser), exponentials
+
+
+def _local_labels(labels: Tensor, num_rows: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Return each label's column in this rank's shard, and whether it is there, [tokens] each."""
+    local = labels - group.rank() * num_rows
+    is_local = (local >= 0) & (local < num_rows)
+    return local.clamp(0, num_rows - 1), is_local
+
+
+def _chunked_softmax(
+    hidden: Tensor, weight: Tensor, labels: Tensor, settings: _Settings
+) -> _Softmax:
+    """Compute the softmax of all tokens by chunks, without a gradient; keep no logits."""
+    chunks = []
+    with torch.no_grad():
+        for start in range(0, max(1, hidden.size(0)), CHUNK_TOKENS):
+            chunk = slice(start, start + CHUNK_TOKENS)
+            logits = _scaled_logits(settings.linear(hidden[chunk], weight), settings)
+            chunks.append(_softmax(logits, labels[chunk], settings)[0])
+    return chunks[0] if len(chunks) == 1 else _Softmax(*map(torch.cat, zip(*chunks, strict=True)))
+
+
+def _logits_gradient(
+    probabilities: Tensor,
     labels: Tensor,
-    vocab_size: int,
-    tp_group: dist.ProcessGroup,
-    temperature: float,
-    linear: Linear,
-) -> tuple[Tensor, Tensor]:
-    logits = shard_logits(hidden, weight, vocab_size, tp_group, linear) / temperature
-    values, entropy = _VocabParallelLogProb.apply(logits, labels, tp_group)
-    return values, entropy
+    settings: _Settings,
+    grad: Tensor | None,
+    entropy: Tensor,
+    entropy_grad: Tensor | None,
+) -> Tensor:
+    """Return the gradient for this rank's logits [tokens, vocab], before the temperature.
+
+    d log p(label) / d logit = [label] - p; d entropy / d logit = -p (log p + entropy). Without
+    `entropy_grad` it overwrites the probabilities.
+    """
+    local, is_local = _local_labels(labels, probabilities.size(-1), settings.group)
+    if grad is None:
+        grad = torch.zeros_like(entropy)
+    if entropy_grad is None:
+        grad_logits = probabilities.mul_(-grad[:, None])
+    else:
+        grad_logits = probabilities.mul(-grad[:, None])
+    grad_logits.scatter_add_(-1, local[:, None], (grad * is_local)[:, None])
+    if entropy_grad is not None:
+        slope = torch.xlogy(probabilities, probabilities)
+        slope += probabilities * entropy[:, None]
+        slope *= entropy_grad[:, None]  # in place: the plan counts four arrays of this size
+        grad_logits -= slope
+    if settings.temperature != 1.0:
+        grad_logits.div_(settings.temperature)
+    return grad_logits
+
+
+class _LogProbsOfLogits(torch.autograd.Function):
+    """Log-softmax at the labels, and entropy, with the vocabulary split over tp ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, settings: _Settings) -> Any:
+        """Compute log-probs and entropies [tokens] from this rank's logits [tokens, vocab]."""
+        dtype = logits.dtype
+        softmax, exponentials = _softmax(_scaled_logits(logits, settings), labels, settings)
+        probabilities = exponentials.div_(softmax.normaliser[:, None])
+        ctx.save_for_backward(probabilities, labels, softmax.entropy)
+        ctx.settings = settings
+        ctx.dtype = dtype
+        ctx.set_materialize_grads(False)
+        return softmax.log_probs, softmax.entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> Any:
+        """Return the gradient for this rank's logits."""
+        probabilities, labels, entropy = ctx.saved_tensors
+        grad_logits = _logits_gradient(
+            probabilities, labels, ctx.settings, grad, entropy, entropy_grad
+        )
+        return grad_logits.to(ctx.dtype), None, None
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """`_chunk_log_probs` chunk by chunk, recomputed in backward."""
+    """Log-probs and entropies chunk by chunk, whose logits are recomputed in backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, *settings: Any
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor]:
         """Compute log-probs and entropies, [tokens] each, by chunks; keep no logits."""
-        ctx.save_for_backward(hidden, weight, labels)
+        softmax = _chunked_softmax(hidden, weight, labels, settings)
+        log_probs, entropy, maximum, normaliser = softmax
+        ctx.save_for_backward(hidden, weight, labels, entropy, maximum, normaliser)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
-        log_probs = []
-        entropies = []
-        for start in range(0, hidden.size(0), CHUNK_TOKENS):
-            chunk = slice(start, start + CHUNK_TOKENS)
-            chunk_log_probs, chunk_entropies = _chunk_log_probs(
-                hidden[chunk], weight, labels[chunk], *settings
-            )
-            log_probs.append(chunk_log_probs)
-            entropies.append(chunk_entropies)
-        return torch.cat(log_probs), torch.cat(entropies)
+        return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         """Recompute each chunk; return gradients for hidden states and weight, if needed.
 
         The weight's is summed over chunks in fp32, or added to `main_grad` (`_WeightGradient`).
         """
-        hidden, weight, labels = ctx.saved_tensors
+        hidden, weight, labels, entropy, maximum, normaliser = ctx.saved_tensors
+        settings = ctx.settings
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         weight_sum = _WeightGradient(weight)
         hidden_grads: list[Tensor] = []
@@ -146,22 +279,24 @@ class _ChunkedLogProbs(torch.autograd.Function):
             with torch.enable_grad():
                 chunk_hidden = hidden[chunk].detach().requires_grad_(needs_hidden)
                 chunk_weight = weight.detach().requires_grad_(needs_weight)
-                outputs = _chunk_log_probs(chunk_hidden, chunk_weight, labels[chunk], *ctx.settings)
-            # Without those that no loss reads.
-            read_outputs = []
-            output_grads = []
-            for output, grad in zip(outputs, grads, strict=True):
-                if grad is not None:
-                    read_outputs.append(output)
-                    output_grads.append(grad[chunk])
+                logits = settings.linear(chunk_hidden, chunk_weight)
+            exponentials = _scaled_logits(logits, settings).sub_(maximum[chunk, None]).exp_()
+            grad_logits = _logits_gradient(
+                exponentials.div_(normaliser[chunk, None]),
+                labels[chunk],
+                settings,
+                None if grad is None else grad[chunk],
+                entropy[chunk],
+                None if entropy_grad is None else entropy_grad[chunk],
+            )
             inputs = [x for x in (chunk_hidden, chunk_weight) if x.requires_grad]
-            gradients = iter(torch.autograd.grad(read_outputs, inputs, output_grads))
+            gradients = iter(torch.autograd.grad(logits, inputs, grad_logits.to(logits.dtype)))
             if needs_hidden:
                 hidden_grads.append(next(gradients))
             if needs_weight:
                 weight_sum.add(next(gradients))
         hidden_grad = torch.cat(hidden_grads[::-1]) if needs_hidden else None
-        return hidden_grad, weight_sum.result(), None, *[None] * len(ctx.settings)
+        return hidden_grad, weight_sum.result(), None, None
 
 
 class _WeightGradient:
@@ -213,12 +348,16 @@ def shard_logits(
     """
     logits = linear(hidden, weight).float()
     num_rows = weight.size(0)
-    first_id = tp_group.rank() * num_rows
-    num_real = max(0, min(num_rows, vocab_size - first_id))
+    num_real = _num_real(num_rows, vocab_size, tp_group)
     if num_real < num_rows:
         padding = torch.arange(num_rows, device=logits.device) >= num_real
         logits = logits.masked_fill(padding, float("-inf"))
     return logits
+
+
+def _num_real(num_rows: int, vocab_size: int, group: dist.ProcessGroup) -> int:
+    """Return how many of this rank's rows are no padding."""
+    return max(0, min(num_rows, vocab_size - group.rank() * num_rows))
 
 
 def full_logits(
@@ -314,60 +453,15 @@ def _log_softmax(
 
     Normalised over the whole vocabulary, by a collective; -inf at padding ids.
     """
-    logits = shard_logits(hidden, weight, vocab_size, group, linear) / temperature
-    maximum = logits.max(dim=-1).values
+    logits = shard_logits(hidden, weight, vocab_size, group, linear)
+    if temperature != 1.0:
+        logits.div_(temperature)
+    maximum = logits.amax(dim=-1)
     _all_reduce(maximum, group, dist.ReduceOp.MAX)
-    shifted = logits - maximum[:, None]
+    shifted = logits.sub_(maximum[:, None])
     total = shifted.exp().sum(-1)
     _all_reduce(total, group, dist.ReduceOp.SUM)
-    return shifted - total.log()[:, None]
-
-
-class _VocabParallelLogProb(torch.autograd.Function):
-    """Log-softmax at the labels, and entropy, with the vocabulary split over tp ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Any:
-        """Compute log-probs and entropies [tokens] from this rank's logits [tokens, vocab].
-
-        A collective over `group`. labels: [tokens] int64, token ids in the whole vocabulary.
-        """
-        maximum = logits.max(dim=-1).values
-        _all_reduce(maximum, group, dist.ReduceOp.MAX)
-        shifted = logits - maximum[:, None]
-        exponentials = shifted.exp()
-        local = labels - group.rank() * logits.size(-1)
-        is_local = (local >= 0) & (local < logits.size(-1))
-        local = local.clamp(0, logits.size(-1) - 1)
-        at_label = shifted.gather(-1, local[:, None]).squeeze(-1).masked_fill(~is_local, 0.0)
-        # Sums that every rank contributes to, in one message: normaliser, label, p * logit.
-        weighted = torch.nan_to_num(shifted, neginf=0.0).mul_(exponentials).sum(-1)
-        sums = torch.stack((exponentials.sum(-1), at_label, weighted))
-        _all_reduce(sums, group, dist.ReduceOp.SUM)
-        normaliser = sums[0]
-        log_normaliser = normaliser.log()
-        entropy = log_normaliser - sums[2] / normaliser
-        ctx.save_for_backward(exponentials.div_(normaliser[:, None]), local, is_local, entropy)
-        ctx.set_materialize_grads(False)
-        return sums[1] - log_normaliser, entropy
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> Any:
-        """Return the gradient for this rank's logits.
-
-        d log p(label) / d logit = [label] - p; d entropy / d logit = -p (log p + entropy)
-        """
-        probabilities, local, is_local, entropy = ctx.saved_tensors
-        if grad is None:
-            grad = torch.zeros_like(entropy)
-        grad_logits = probabilities.mul(-grad[:, None])
-        grad_logits.scatter_add_(-1, local[:, None], (grad * is_local)[:, None])
-        if entropy_grad is not None:
-            slope = torch.xlogy(probabilities, probabilities)
-            slope += probabilities * entropy[:, None]
-            slope *= entropy_grad[:, None]  # in place: the plan counts four tensors of this size
-            grad_logits -= slope
-        return grad_logits, None, None
+    return shifted.sub_(total.log()[:, None])
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -183,7 +184,8 @@ class TransformerModel(LanguageModule):
         if hidden is not None and torch.is_grad_enabled():
             # Of a frozen embedding: recomputation gives no gradient if no input needs one.
             hidden.requires_grad_()
-        angles = rotary_angles(positions, self.inverse_frequencies.to(positions.device))
+        self.inverse_frequencies = self.inverse_frequencies.to(positions.device)  # moves once
+        angles = rotary_angles(positions, self.inverse_frequencies)
         return self.decoder(
             hidden_states=hidden,
             attention_mask=None,
@@ -306,6 +308,15 @@ def recompute_settings(role: LearningConfig) -> dict[str, Any]:
     }
 
 
+def _uses_fused_rotary(dtype: torch.dtype) -> bool:
+    """Return whether the device has a fused rotary embedding, and give it to Megatron."""
+    if not _works(kernels.Operator.ROTARY, dtype):
+        return False
+    # Megatron's own name, of Transformer Engine's operator, does not take packed tokens.
+    rope_utils.fused_apply_rotary_pos_emb = kernels.find(kernels.Operator.ROTARY)
+    return True
+
+
 def _works(operator: kernels.Operator, dtype: torch.dtype) -> bool:
     return dtype is torch.bfloat16 and kernels.find(operator) is not None
 
@@ -374,7 +385,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         bias_activation_fusion=device.fuses_layers() or _works(kernels.Operator.SWIGLU, dtype),
         bias_dropout_fusion=False,
-        apply_rope_fusion=_works(kernels.Operator.ROTARY, dtype),
+        apply_rope_fusion=_uses_fused_rotary(dtype),
         gradient_accumulation_fusion=_works(kernels.Operator.GRADIENT, dtype),
         persist_layer_norm=False,
         deterministic_mode=torch.are_deterministic_algorithms_enabled(),

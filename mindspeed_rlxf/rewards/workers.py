@@ -81,7 +81,9 @@ class WorkerPool:
         """Kill the process that works on a sample, if one does; its future ends by EXIT."""
         process = self._shared.running.get(future)
         if process is not None:
-            process.kill()
+            with process.lock:  # or the sample ends now, and the next one's process is killed
+                if self._shared.running.get(future) is process:
+                    process.kill()
 
     def close(self) -> None:
         """Kill all processes and their descendants; pending futures fail."""
@@ -125,7 +127,8 @@ def _work(shared: _Shared) -> None:
             break
         sample, future = task
         try:
-            if process is not None and process.popen.poll() is not None:  # also killed while idle
+            # Also killed while idle.
+            if process is not None and (process.is_killed or process.popen.poll() is not None):
                 process.end()
                 process = None
             shared.check()
@@ -144,14 +147,21 @@ def _work(shared: _Shared) -> None:
             with suppress(InvalidStateError):  # of one that was cancelled
                 future.set_exception(ScoringBroken(shared.broken))
         finally:
-            shared.running.pop(future, None)
+            if process is not None:
+                with process.lock:
+                    shared.running.pop(future, None)
     shared.tasks.put(None)
     if process is not None:
         process.end()
 
 
 class _Process:
-    """A process that runs `main`; on Linux it ends with the thread that made it."""
+    """A process that runs `main`; on Linux it ends with the thread that made it.
+
+    Attributes:
+        lock: Held to kill it for what it runs, and to note that it runs that no more.
+        is_killed: Whether it ends soon, if it has not yet.
+    """
 
     def __init__(self, shared: _Shared) -> None:
         """Start it and send it the plan.
@@ -159,6 +169,8 @@ class _Process:
         Raises:
             ScoringBroken: It does not start.
         """
+        self.lock = threading.Lock()
+        self.is_killed = False
         self.channel, child_channel = Pipe()
         numbers = [str(child_channel.fileno()), str(os.getpid()), str(shared.memory)]
         path = os.pathsep.join(filter(None, sys.path))
@@ -203,6 +215,7 @@ class _Process:
 
     def kill(self) -> None:
         """Kill the process and its descendants."""
+        self.is_killed = True
         descendants: list[psutil.Process] = []
         with suppress(psutil.Error):
             if self.popen.poll() is None:

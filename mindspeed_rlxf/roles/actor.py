@@ -21,6 +21,7 @@ from mindspeed_rlxf.data.batch import (
     fit_columns,
 )
 from mindspeed_rlxf.data.mini_batches import mini_batch_order
+from mindspeed_rlxf.device.copies import upload
 from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs
 from mindspeed_rlxf.roles.balance import Lengths, balanced_steps, call_balanced
 from mindspeed_rlxf.roles.engines import EngineFactory, train_engine
@@ -254,16 +255,17 @@ def measure_differences(
     def loss(rows: list[int], tokens: TokenLogProbs) -> LossOutput:
         output = step.loss(rows, tokens)
         mask = experience.trained_mask[rows]
-        log_probs = tokens.log_probs.detach().cpu().float()
+        log_probs = tokens.log_probs.detach().float()
         rollout = fit_columns(rollouts.rollout_log_probs, mask.size(1))[rows][mask]
-        gaps = (log_probs - rollout).abs()
+        gaps = (log_probs - upload(rollout, log_probs.device)).abs()
         found = {"rollout/log_prob_gap_mean": Mean.of(gaps, gaps.numel())}
         if experience.ref_log_probs.size(1):
-            kl = kl_per_token(log_probs, experience.ref_log_probs[rows][mask], kl_penalty)
-            placed = kl.new_zeros(mask.shape)
-            placed[mask] = kl
-            present = mask.any(1)
-            means = placed[present].sum(1) / mask[present].sum(1)
+            ref = upload(experience.ref_log_probs[rows][mask], log_probs.device)
+            kl = kl_per_token(log_probs, ref, kl_penalty)
+            mask = mask[mask.any(1)]
+            places = upload(mask.flatten().nonzero()[:, 0], kl.device)
+            placed = kl.new_zeros(mask.numel()).index_copy(0, places, kl).view(mask.shape)
+            means = placed.sum(1) / upload(mask.sum(1), kl.device)
             found["critic/kl"] = Mean.of(means, len(means))
         return replace(output, metrics=output.metrics | found)
 

@@ -12,6 +12,7 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Experience, ExperienceInputs, RoleOutput, Rollouts
 from mindspeed_rlxf.data.mini_batches import mini_batch_order
+from mindspeed_rlxf.device.copies import upload
 from mindspeed_rlxf.engine.train_engine import ValueStep
 from mindspeed_rlxf.roles.balance import Lengths, balanced_steps, call_balanced
 from mindspeed_rlxf.roles.engines import EngineFactory, train_engine
@@ -106,8 +107,8 @@ class CriticRole:
         row after row.
         """
         mask = experience.value_mask[rows]
-        old = experience.values[rows][mask].to(values.device)
-        returns = experience.returns[rows][mask].to(values.device)
+        old = upload(experience.values[rows][mask], values.device)
+        returns = upload(experience.returns[rows][mask], values.device)
         token = clipped_value_loss(values, old, returns, self.config.cliprange_value)
         return normalised_loss(
             token.loss,

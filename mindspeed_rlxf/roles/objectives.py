@@ -49,6 +49,7 @@ from mindspeed_rlxf.data.batch import (
     TokenRows,
     fit_columns,
 )
+from mindspeed_rlxf.device.copies import upload
 from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs
 from mindspeed_rlxf.roles.reports import ExperienceReport, Summary, value_fit
 
@@ -115,7 +116,8 @@ class ClippedObjective:
             ratio = truncated_importance(experience.old_log_probs, rollout, threshold, low)
             advantages = advantages * ratio
         loss = partial(self.loss, experience, advantages, kl_coef)
-        return PolicyStep(loss, self.actor.logit_temperature)
+        trains_entropy = self.actor.entropy_coeff != 0
+        return PolicyStep(loss, self.actor.logit_temperature, trains_entropy)
 
     def loss(
         self,
@@ -135,7 +137,7 @@ class ClippedObjective:
         log_probs, entropy = tokens
 
         def of_tokens(column: Tensor) -> Tensor:
-            return column[rows][mask].to(log_probs.device)
+            return upload(column[rows][mask], log_probs.device)
 
         lengths = mask.sum(1)
         old = log_probs.detach()
@@ -184,7 +186,8 @@ class PairObjective:
         self, rollouts: Rollouts, experience: Experience, rows: list[int], kl_coef: float
     ) -> PolicyStep:
         """Return the loss function and temperature for an optimizer step."""
-        return PolicyStep(partial(self.loss, experience), self.actor.logit_temperature)
+        loss = partial(self.loss, experience)
+        return PolicyStep(loss, self.actor.logit_temperature, trains_entropy=False)
 
     def loss(self, experience: Experience, rows: list[int], tokens: TokenLogProbs) -> LossOutput:
         """Return the DPO loss summed over a micro-batch's pairs, the pair count, and metrics.
@@ -196,20 +199,22 @@ class PairObjective:
         """
         mask = experience.trained_mask[rows]
         log_probs, entropy = tokens
-        ref = experience.ref_log_probs[rows][mask].to(log_probs.device)
+        ref = upload(experience.ref_log_probs[rows][mask], log_probs.device)
         lengths = mask.sum(1).tolist()
         ratios = torch.stack([row.sum() for row in (log_probs - ref).split(lengths)])
         first, second = ratios.view(-1, 2).unbind(1)
         # The preference of a pair is the advantage of its first response at any trained token.
         at = mask.long().argmax(1, keepdim=True)
-        sign = experience.advantages[rows].gather(1, at).view(-1, 2)[:, 0].to(log_probs.device)
+        signs_on_host = experience.advantages[rows].gather(1, at).view(-1, 2)[:, 0]
+        num_decided = int((signs_on_host != 0).sum())
+        sign = upload(signs_on_host, log_probs.device)
         chosen = torch.where(sign < 0, second, first)
         rejected = torch.where(sign < 0, first, second)
         decided = (sign != 0).float()
         beta = self.actor.dpo_beta
         loss = preference_loss(chosen, rejected, beta, self.actor.dpo_loss_type) * decided
         loss = loss + 0.0 * sign
-        pairs, num_decided = int(mask.any(1).sum()) // 2, int(decided.sum())
+        pairs = int(mask.any(1).sum()) // 2
         metrics = {
             "dpo_loss": Mean.of(loss, num_decided),
             "dpo_accuracy": Mean.of((chosen > rejected) * decided, num_decided),

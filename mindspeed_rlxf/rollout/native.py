@@ -266,6 +266,7 @@ class NativeRollout:
             self.model.tp_group,
             temperature,
             self.model.linear,
+            with_entropy=False,
         )
         by_response = log_probs.split([len(response) for _, response in pack])
         return [of_response.tolist() for of_response in by_response]

@@ -1,13 +1,18 @@
 """Runs whose samples are conversations: the same run with any timing, layout and after kills."""
 
+import asyncio
 import json
 import math
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.agents.endpoint import Endpoint
+from mindspeed_rlxf.agents.gateway import open_endpoint
 from mindspeed_rlxf.agents.session import AGENTS, Session
 from mindspeed_rlxf.cluster.interface import Peer
 from mindspeed_rlxf.config.enums import Role
@@ -23,6 +28,7 @@ from tests.distributed.test_experts import EP2, TP2
 from tests.distributed.test_parity_with_transformers import SP, make_prompts
 from tests.distributed.test_slices import APART, Outcome, assert_same, run, run_with_kills
 from tests.golden.runs import START
+from tests.unit.agents.served import Client
 
 LONG = pytest.mark.long
 ITERATIONS = 3
@@ -233,7 +239,28 @@ class Talk:
         await session.say(3)
 
 
+NUM_CLIENTS = 64
+
+
+class TalkByGateway:
+    """The same by HTTP, all conversations at once."""
+
+    def __init__(self) -> None:
+        self.clients = ThreadPoolExecutor(NUM_CLIENTS)
+
+    async def run(self, session: Session) -> None:
+        async with open_endpoint(session) as endpoint:
+            talked = self.clients.submit(self.talk, endpoint, session.sample_id)
+            await asyncio.wrap_future(talked)
+
+    def talk(self, endpoint: Endpoint, sample_id: int) -> None:
+        client, messages = Client(endpoint.base_url, endpoint.api_key), endpoint.messages
+        answer = client.say(messages, max_tokens=2 + sample_id % 4)
+        client.say([*messages, answer, {"role": "user", "content": "12"}], max_tokens=3)
+
+
 AGENTS.setdefault("talk", Talk)
+AGENTS.setdefault("talk_by_gateway", TalkByGateway)
 
 
 class WatchedRollout(RolloutRole):
@@ -249,14 +276,24 @@ class WatchedRollout(RolloutRole):
         return RoleOutput(report=rows)
 
 
-def talk(runtime: Any, folder: Path, architecture: Any, size: int, keys: Any) -> list[Any]:
-    """Lead eight conversations in slices of three steps; return the rows of each replica."""
+def talk(
+    runtime: Any,
+    folder: Path,
+    architecture: Any,
+    size: int,
+    keys: Any,
+    count: int = 8,
+    by_gateway: bool = False,
+) -> list[Any]:
+    """Lead conversations in slices of three steps; return the rows of each replica."""
     policy = {"num_samples_per_step": 2, "do_sample": True, "temperature": 1.3}
     training = {"tokenizer_name_or_path": str(START)}
     config = run_config(
         folder, folder, architecture, keys, pool=size, actor_rollout=policy, training=training
     )
-    config = config.model_copy(update={"rollout": RolloutConfig(agent="talk", slice_steps=3)})
+    agent = "talk_by_gateway" if by_gateway else "talk"
+    section = RolloutConfig(agent=agent, gateway=by_gateway, slice_steps=3)
+    config = config.model_copy(update={"rollout": section})
     pool = runtime.create_pools({"main": [size]})["main"]
     eos = [3, 8, 14]
     actor, rollout = build_policy(config, pool, eos)
@@ -264,7 +301,8 @@ def talk(runtime: Any, folder: Path, architecture: Any, size: int, keys: Any) ->
     rollout.group.build(WatchedRollout, config, tuple(eos), peer, None).result()
     rollout._version = None
     rollout.update_weights(actor, 0)
-    rollout.add(make_prompts(8), 5).result()
+    prompts = make_prompts(8).select([sample_id % 8 for sample_id in range(count)])
+    rollout.add(replace(prompts, sample_ids=list(range(count))), 5).result()
     unfinished = 1
     while unfinished:
         unfinished = sum(report.unfinished for report in rollout.advance(3).result())
@@ -285,11 +323,33 @@ def test_ranks_that_share_a_replica_or_experts_lead_the_conversations_of_one(
 ) -> None:
     make_llama(tmp_path, architecture)
     [one] = talk(warm_runtime, tmp_path, architecture, 1, {})
-    replicas = talk(warm_runtime, tmp_path, architecture, size, keys)
+    same_rows(talk(warm_runtime, tmp_path, architecture, size, keys), one)
+    assert any(trained is not None for _, trained, _ in one.values())
+
+
+def same_rows(replicas: list[Any], one: Any) -> None:
     assert set().union(*replicas) == one.keys()
     for rows in replicas:
         for sample_id, (tokens, trained, log_probs) in rows.items():
             expected = one[sample_id]
             assert (tokens, trained) == expected[:2]
             assert log_probs == pytest.approx(expected[2], abs=1e-5)
-    assert any(trained is not None for _, trained, _ in one.values())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "size", "keys"),
+    [
+        pytest.param(MIXTRAL, 1, {}, id="one"),
+        pytest.param(QWEN3_MOE, 2, EP2, id="ep2"),
+        pytest.param(MIXTRAL, 2, {**TP2, **SP}, id="tp2"),
+        pytest.param(MIXTRAL, 4, {**TP2, **EP2, **SP}, id="tp2-ep2", marks=LONG),
+    ],
+)
+def test_the_gateway_leads_sixty_four_conversations_at_once_as_agents_of_one_process(
+    warm_runtime: Any, tmp_path: Path, architecture: Any, size: int, keys: Any
+) -> None:
+    make_llama(tmp_path, architecture)
+    [one] = talk(warm_runtime, tmp_path, architecture, 1, {}, NUM_CLIENTS)
+    gateway = talk(warm_runtime, tmp_path, architecture, size, keys, NUM_CLIENTS, by_gateway=True)
+    same_rows(gateway, one)
+    assert len({tuple(tokens) for tokens, _, _ in one.values()}) > NUM_CLIENTS / 2

@@ -58,12 +58,19 @@ def make(tmp_path: Path, monkeypatch: Any) -> Iterator[Make]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr(device, "current_device", lambda: torch.device("cpu"))
 
-    def made(fault: str = "", timeout_s: float = 1800.0, rank: int = 0, **more: Any) -> VllmRollout:
+    def made(
+        fault: str = "",
+        timeout_s: float = 1800.0,
+        rank: int = 0,
+        slice_s: float | None = None,
+        **more: Any,
+    ) -> VllmRollout:
         monkeypatch.setenv("FAULT", fault)
         lora = {"lora": {"rank": rank, "alpha": 12.0}}
         config = run_config(tmp_path, tmp_path, PLAIN, actor_rollout=lora)
         vllm = config.rollout.vllm.model_copy(update={"python": str(python), "max_num_seqs": 4})
-        rollout = config.rollout.model_copy(update={"engine": "vllm", "vllm": vllm})
+        keys = {"engine": "vllm", "vllm": vllm, "slice_s": slice_s}
+        rollout = config.rollout.model_copy(update=keys)
         runtime = RuntimeConfig(timeout_s=timeout_s, start_timeout_s=30.0)
         config = config.model_copy(update={"rollout": rollout, "runtime": runtime})
         engines.append(VllmRollout(config, str(tmp_path / "logs"), **more))
@@ -270,6 +277,21 @@ def test_a_response_goes_on_in_the_next_slice(make: Make) -> None:
     assert (second["max_tokens"], second["min_tokens"]) == (2, 1)
     assert (last["max_tokens"], last["min_tokens"]) == (1, 0)
     assert second["seed"] != last["seed"]
+
+
+def test_a_slice_that_takes_too_long_ends_with_the_tokens_that_come_next(make: Make) -> None:
+    """Of the stand-in these are two, of the five that a slice asks for."""
+    engine = make(slice_s=1e-6)
+    engine.update_weights(tensors(), 1)
+    engine.wake()
+    engine.runs_slices = True
+    settings = SamplingSettings(True, 1.0, 0, 1.0, 0, 5, ())
+    engine.add([GenerationRequest(place, 50, np.array([2, 9]), settings, 7) for place in (0, 1)])
+    for _ in range(2):
+        assert list(engine.advance(5)) == [] and engine.stats().sampled_tokens == 4
+    results = list(engine.advance(5))
+    assert [result.tokens for result in results] == [[5, 6, 5, 6, 5]] * 2
+    assert len(results[0].log_probs) == 5
 
 
 def test_a_stop_string_is_found_across_slices(make: Make) -> None:

@@ -15,9 +15,14 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from mindspeed_rlxf import device
+from mindspeed_rlxf.cluster.interface import Peer
+from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RuntimeConfig
+from mindspeed_rlxf.data.batch import RoleOutput
+from mindspeed_rlxf.roles.rollout import RolloutRole
 from mindspeed_rlxf.rollout import transfer
 from mindspeed_rlxf.rollout.bit_sums import bit_sum
 from mindspeed_rlxf.rollout.receipts import SyncError
@@ -27,12 +32,16 @@ from mindspeed_rlxf.rollout.vllm import server
 from mindspeed_rlxf.rollout.vllm.client import Client
 from mindspeed_rlxf.rollout.vllm.engine import VllmRollout
 from mindspeed_rlxf.rollout.vllm.weights import SharedMemory
+from tests.distributed import agents
+from tests.distributed.conftest import kept_pools, warm_runtime
+from tests.distributed.groups import build_policy
 from tests.distributed.llamas import run_config
 from tests.processes import read_lines, run_python
 from tests.unit.weights.folders_of import read_folder
 from tests.vllm.conftest import ARCHITECTURE
 from tests.vllm.tiny_runs import command, served_by
 
+__all__ = ["kept_pools", "warm_runtime"]  # fixtures
 pytestmark = pytest.mark.vllm
 GREEDY = {"actor_rollout__do_sample": "false", "training__train_iters": 5, "runtime": "local"}
 CURVES = ("actor/", "critic/", "response_length/")
@@ -85,6 +94,24 @@ def test_parts_of_responses_have_the_log_probs_of_training(
     assert all(0 < line["metrics"]["rollout/log_prob_gap_max"] < 1e-4 for line in lines)
     samples = read_lines(tmp_path / "run" / "samples.jsonl")
     assert any(s["weights_version"][0] < s["weights_version"][1] for s in samples)
+
+
+def test_a_program_leads_the_native_engines_conversations(
+    vllm_python: str, model: Path, tmp_path: Path
+) -> None:
+    keys = {
+        **GREEDY, "training__train_iters": 2, "training__seq_length": 24,
+        "actor_rollout__max_prompt_length": 6, "actor_rollout__max_new_tokens": 16,
+        "+reward__rules": "{arithmetic: agent}",
+    }  # fmt: skip
+    agent = {"training__plugins": f"[{agents.__file__}]", "rollout__agent": "two_turns"}
+    program = {"rollout__program": f"{agents.__file__}:two_turns", "rollout__program_processes": 8}
+    run_python(*command(model, tmp_path / "native", **keys, **agent))
+    run_python(*command(model, tmp_path / "vllm", **keys, **program, **served_by(vllm_python)))
+    native, vllm = (read_lines(tmp_path / name / "samples.jsonl") for name in ("native", "vllm"))
+    assert len(native) == 64
+    for name in ("response_ids", "turns"):
+        assert [each[name] for each in vllm] == [each[name] for each in native]
 
 
 class Engines:
@@ -152,6 +179,61 @@ def test_samples_depend_on_seed_and_id_alone(engine: VllmRollout, engines: Engin
     scored = engine.score([r.prompt for r in requests()], [r.tokens for r in found])
     for result, logs in zip(found, scored, strict=True):
         assert result.log_probs == pytest.approx(logs, abs=1e-4)
+
+
+class NativeScorer(RolloutRole):
+    """A rank with the native engine."""
+
+    def score_all(self, prompts: list[Any], responses: list[list[int]]) -> RoleOutput:
+        """Report: the log-probs of the responses."""
+        with self._awake() as engine:
+            return RoleOutput(report=engine.score(prompts, responses, 1.0))
+
+
+def score_by_native_engine(
+    runtime: Any, folder: Path, prompts: list[Any], responses: list[list[int]]
+) -> list[list[float]]:
+    lengths = {"max_prompt_length": 300, "max_new_tokens": 40}
+    config = run_config(
+        folder, folder, ARCHITECTURE, training={"seq_length": 400}, actor_rollout=lengths
+    )
+    actor, rollout = build_policy(config, runtime.create_pools({"main": [1]})["main"], [3])
+    rollout.group.build(NativeScorer, config, (3,), Peer(Role.ACTOR_ROLLOUT), None).result()
+    rollout._version = None
+    rollout.update_weights(actor, 0)
+    [log_probs] = rollout.group.call(NativeScorer.score_all, prompts, responses).result()
+    scored: list[list[float]] = log_probs
+    return scored
+
+
+def test_parts_of_responses_have_the_native_engines_log_probs(
+    engine: VllmRollout, engines: Engines, model: Path, tmp_path: Path, warm_runtime: Any,
+    monkeypatch: Any,
+) -> None:  # fmt: skip
+    """Each token those of the weights by which it was sampled, of up to three in a response."""
+    monkeypatch.setattr(engine, "runs_slices", True)
+    asked = left = requests(16)
+    found = list[Any]()
+    versions = {20: 0.0, 21: 8.0, 22: 16.0}  # of the weights -> their change
+    for version, change in versions.items():
+        engine.update_weights(engines.changed(change), version)
+        engine.add(left)
+        engine.wake()
+        for _ in range(1 if version < max(versions) else 5):
+            found += engine.advance(8)
+        left = engine.withdraw()
+    assert left == [] and sorted(result.place for result in found) == list(range(16))
+    found.sort(key=lambda result: result.place)
+    assert any(set(result.token_versions) == versions.keys() for result in found)
+    for version, change in versions.items():
+        folder = shutil.copytree(model, tmp_path / str(version))
+        save_file(dict(engines.changed(change)), folder / "model.safetensors", {"format": "pt"})
+        prompts, responses = [r.prompt for r in asked], [r.tokens for r in found]
+        scored = score_by_native_engine(warm_runtime, folder, prompts, responses)
+        for result, expected in zip(found, scored, strict=True):
+            for token, token_version in enumerate(result.token_versions):
+                if token_version == version:
+                    assert result.log_probs[token] == pytest.approx(expected[token], abs=1e-4)
 
 
 def test_both_sides_sum_bits_alike(engine: VllmRollout, engines: Engines) -> None:

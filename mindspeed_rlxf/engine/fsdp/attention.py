@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from mindspeed_rlxf.device.copies import upload
 from mindspeed_rlxf.device.kernels import assert_close, noise
 from mindspeed_rlxf.models.context_parallel import exchange_for_heads, exchange_for_tokens
 
@@ -291,7 +292,7 @@ def _attend_varlen(
 
 @lru_cache(maxsize=2)  # one tensor for all layers
 def _ends(lengths: tuple[int, ...], target: torch.device) -> Tensor:
-    return torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=target)
+    return upload(torch.tensor((0, *accumulate(lengths)), dtype=torch.int32), target)
 
 
 def _with_heads(module: Any, heads: int, rank: int, groups: int) -> Any:

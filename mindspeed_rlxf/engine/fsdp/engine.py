@@ -34,6 +34,7 @@ from mindspeed_rlxf.engine.fsdp.probe import probe
 from mindspeed_rlxf.engine.fsdp.state import ShardedState
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, group_rows, make_micro_batches
 from mindspeed_rlxf.engine.offload import Offload
+from mindspeed_rlxf.engine.outputs import begin_reading_totals
 from mindspeed_rlxf.engine.step_guard import SkippedSteps
 from mindspeed_rlxf.engine.train_engine import MemoryKind, PolicyStep, ValueStep
 from mindspeed_rlxf.models import hf_adapters as adapters
@@ -226,10 +227,11 @@ class FsdpEngine(CommonEngine):
                 outputs[-1].loss.backward()
             weight = torch.tensor(float(sum(output.weight for output in outputs)))
             losses = [output.loss.detach() for output in outputs]
+            totals = begin_reading_totals(outputs)
             step_result = self.optimizer.step(losses, float(self.sum_over_replicas(weight)))
             self._offload.mark_changed(MemoryKind.WEIGHTS, MemoryKind.OPTIMIZER)
         self.skipped.judge(step_result, self.optimizer.scheduler_steps + 1, self._mini_batch)
-        return self._step_metrics(micro_batches, outputs, step_result)
+        return self._step_metrics(micro_batches, outputs, totals, step_result)
 
     def end_iteration(self) -> float:
         """Advance the learning-rate schedule; return the ending iteration's rate."""

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.schema import OptimizerConfig
 from mindspeed_rlxf.engine.fsdp.model import sums_gradients
-from mindspeed_rlxf.engine.step_guard import StepResult, gradient_norm
+from mindspeed_rlxf.engine.step_guard import StepResult, gradient_norm, has_wrong_loss
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 EPSILON = 1e-6  # added to the norm that clips gradients, as Megatron does
@@ -104,12 +104,12 @@ class ShardedAdam:
             self.mains[name].grad = grads[-1]
         torch._foreach_mul_(grads, self._factor / max(weight, 1))
         squares = gradient_norm(grads).square()
-        wrong_loss = not all(bool(loss.isfinite()) for loss in losses)
-        sums = torch.tensor([squares, float(wrong_loss)], device=device.current_device())
+        sums = torch.stack((squares, has_wrong_loss(losses)))
         dist.all_reduce(sums)
-        norm = math.sqrt(float(sums[0])) if float(sums[0]) >= 0 else math.nan
+        sum_of_squares, num_wrong_losses = sums.tolist()  # waits for the device
+        norm = math.sqrt(sum_of_squares) if sum_of_squares >= 0 else math.nan
         not_finite = []
-        if float(sums[1]) > 0:
+        if num_wrong_losses > 0:
             not_finite.append("loss")
         if not math.isfinite(norm):
             not_finite.append("gradient norm")

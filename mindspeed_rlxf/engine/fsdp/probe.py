@@ -111,7 +111,7 @@ def _outputs(engine: Any, rows: list[Tensor], probed: int, training: bool = Fals
 
     head = engine.output_head
 
-    def compute(states: Tensor, _: Tensor) -> Tensor:
+    def compute(states: Tensor, _: Tensor | None) -> Tensor:
         return head.linear(states, head.output_weight).float()
 
     engine.model.train(training)

@@ -1,6 +1,7 @@
 """Find device and host memory, and free disk space; claims no device, writes no file."""
 
 import shutil
+from collections.abc import Sequence
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
@@ -9,6 +10,8 @@ from mindspeed_rlxf.config.host_rules import GIB, check_devices
 from mindspeed_rlxf.config.ray_cluster import LOCAL, choose_cluster
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.sizes import existing_folder
+
+OTHER_HOSTS = "other hosts"  # the address in a plan for several hosts whose cluster is not named
 
 
 def look_once(config: RunConfig) -> RunConfig:
@@ -19,8 +22,15 @@ def look_once(config: RunConfig) -> RunConfig:
     """
     config = choose_kind(config)
     if config.runtime.kind == "ray":
-        address = {"address": choose_cluster(config.runtime.address).address or LOCAL}
-        config = config.model_copy(update={"runtime": config.runtime.model_copy(update=address)})
+        address = choose_cluster(config.runtime.address).address
+        if address is None and _needs_other_hosts(config):
+            address = OTHER_HOSTS
+            pools = {}
+            for pool, sizes in config.resource_pool.items():
+                pools[pool] = fill_hosts(sizes, config.device.devices_per_node)
+            config = config.model_copy(update={"resource_pool": pools})
+        runtime = config.runtime.model_copy(update={"address": address or LOCAL})
+        config = config.model_copy(update={"runtime": runtime})
     plan_keys: dict[str, float] = {}
     host_bytes = host_memory(config)
     if host_bytes is not None:
@@ -66,6 +76,24 @@ def is_elsewhere(config: RunConfig) -> bool:
     if config.device.memory_gib is not None or is_joined(config):
         return True
     return any(check_devices(config))
+
+
+def _needs_other_hosts(config: RunConfig) -> bool:
+    """Return whether the plan is for other hosts, as one of them has too few devices for it."""
+    num_devices = sum(map(sum, config.resource_pool.values()))
+    is_one_host = config.runtime.address == LOCAL or num_devices <= config.device.devices_per_node
+    return not is_one_host and is_elsewhere(config)
+
+
+def fill_hosts(sizes: Sequence[int], num_per_host: int) -> list[int]:
+    """Split entries of a pool that are larger than a host: [20] is [8, 8, 4] on hosts of 8."""
+    filled: list[int] = []
+    for size in sizes:
+        num_full, rest = divmod(size, num_per_host)
+        filled += [num_per_host] * num_full
+        if rest > 0:
+            filled.append(rest)
+    return filled
 
 
 def on_cpu(config: RunConfig) -> bool:

@@ -29,8 +29,7 @@ def topology(config: RunConfig) -> str:
     num_devices = sum(map(sum, config.resource_pool.values()))
     by_device = num_devices <= 32
     # A private cluster on this host holds every pool.
-    is_cluster = available.is_elsewhere(config)
-    num_per_host = config.device.devices_per_node if is_cluster else num_devices
+    num_per_host = config.device.devices_per_node if available.is_joined(config) else num_devices
     devices_by_pool = place_pools(config.resource_pool, num_per_host)
     tables = []
     for pool in config.resource_pool:
@@ -155,6 +154,8 @@ def plan(config: RunConfig, nested: bool = False) -> Plan:
             runtime = f"ray, cluster at {chosen.address} ({chosen.source})"
     asked_kind = config.device.kind
     config = available.look_once(config)
+    if config.runtime.address == available.OTHER_HOSTS:
+        runtime = f"ray, a cluster of hosts with {config.device.devices_per_node} devices"
     device_kind = config.device.kind.value
     if config.device.kind is not asked_kind:
         device_kind += ", as device.memory_gib is given; device.kind names another"

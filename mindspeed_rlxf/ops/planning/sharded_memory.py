@@ -29,6 +29,7 @@ from mindspeed_rlxf.ops.planning.stage_memory import (
     fp32_weight_bytes,
     head_bytes,
     itemsize,
+    logit_bytes,
     micro_batch_tokens,
     micro_batches,
     mini_batch_size,
@@ -213,7 +214,7 @@ class ShardedModel:
         if self.lora.rank:
             root = 0
             largest = self.adapters // max(num_layers, 1)
-        head = self._head_bytes(samples)
+        head = self._head_bytes(samples, learns=True)
         reads_chunks = self._read(samples) > CHUNK_TOKENS
         if self.head is Head.LANGUAGE_MODEL and reads_chunks and not self.lora.rank:
             head += FP32 * section.architecture.vocab_size * section.architecture.hidden_size
@@ -262,10 +263,12 @@ class ShardedModel:
         read = micro_batch_tokens(self.section, samples, slots)
         return min(read, self._own_tokens(samples))
 
-    def _head_bytes(self, samples: int) -> int:
+    def _head_bytes(self, samples: int, learns: bool = False) -> int:
         a = self.section.architecture
         tokens = self._own_tokens(samples)
-        head = head_bytes(a, self.head, tokens, self._read(samples), self.item, a.vocab_size)
+        per_logit = logit_bytes(self.config, self.role, self.item, learns)
+        sizes = tokens, self._read(samples), self.item, a.vocab_size, per_logit
+        head = head_bytes(a, self.head, *sizes)
         if self.head is Head.LANGUAGE_MODEL:
             head += fp32_weight_bytes(self.config, self.section, a.vocab_size)
         return head

@@ -1,6 +1,6 @@
 """Compute a role's device memory on one pipeline stage: what lasts, and what phases add.
 
-`docs/models_and_weights.md` explains each formula. Bytes are per rank.
+`docs/models_and_weights.md` explains the main formulas. Bytes are per rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -135,19 +135,41 @@ def layer_bytes(
     return LayerBytes(norm, tokens * attention, mlp, sent, entry, exchange, widened)
 
 
+def logit_bytes(config: RunConfig, role: Role, itemsize: int, learns: bool) -> int:
+    """Return the peak bytes per logit of a chunk from which log-probs come.
+
+    The fp32 logits become exponentials in place; a bf16 model has its own logits beside them. An
+    update also has products for the entropy, or the logits' gradient (`learns`), with
+    `entropy_coeff` two more for the entropy's. KL over the vocabulary compares two distributions.
+    """
+    narrow = itemsize if itemsize < FP32 else 0
+    if learns:
+        num_arrays = 4 if config.actor_rollout.entropy_coeff else 2
+    else:
+        is_full = config.algorithm.kl_penalty is KlPenalty.FULL and role is Role.REF
+        num_arrays = 4 if is_full else 1
+    return num_arrays * FP32 + narrow
+
+
 def head_bytes(
-    a: ArchitectureConfig, head: Head, tokens: int, read: int, itemsize: int, vocab: int
+    a: ArchitectureConfig,
+    head: Head,
+    tokens: int,
+    read: int,
+    itemsize: int,
+    vocab: int,
+    per_logit: int,
 ) -> int:
     """Compute the last hidden states of `tokens`, and the head for those of them that it reads.
 
     These are the final norm's input in fp32, its normed value and output, and a copy for the
-    tokens read. A score head copies those in fp32; log-probs need logits, shifted logits,
-    exponentials and a product in fp32, for one chunk at a time, with `vocab` rows on this rank.
+    tokens read. A score head copies those in fp32; log-probs need `logit_bytes` per logit, for one
+    chunk at a time, with `vocab` rows on this rank.
     """
     hidden_bytes = a.hidden_size * (tokens * (FP32 + 2 * itemsize) + read * itemsize)
     if head is Head.SCORE:
         return hidden_bytes + FP32 * read * a.hidden_size
-    return hidden_bytes + 4 * FP32 * min(read, CHUNK_TOKENS) * vocab
+    return hidden_bytes + per_logit * min(read, CHUNK_TOKENS) * vocab
 
 
 def fp32_weight_bytes(config: RunConfig, role: RoleConfig, vocab: int) -> int:
@@ -416,7 +438,7 @@ class PipelineStage:
             gradient_bytes += FP32 * self.vocab * self.architecture.hidden_size
         # The head's activations are freed before the backward pass reaches a layer.
         activations = num_in_flight * kept
-        activations += max(self._head_bytes(samples, shared), recomputed)
+        activations += max(self._head_bytes(samples, shared, learns=True), recomputed)
         return Phase("update", activations, other=gradient_bytes + layer.sent, learns=True)
 
     def _tokens(self, samples: int, shared: bool) -> tuple[int, int]:
@@ -464,13 +486,15 @@ class PipelineStage:
             widened=layer.widened + inner,
         )
 
-    def _head_bytes(self, samples: int, shared: bool) -> int:
+    def _head_bytes(self, samples: int, shared: bool, learns: bool = False) -> int:
         """Return a micro-batch's last hidden states and head; 0 before the last stage."""
         if not self.is_last:
             return 0
         tokens = self._own_tokens(samples, shared)
         read = self._head_tokens(samples)
-        head = head_bytes(self.architecture, self.head, tokens, read, self.itemsize, self.vocab)
+        per_logit = logit_bytes(self.config, self.role, self.itemsize, learns)
+        sizes = tokens, read, self.itemsize, self.vocab, per_logit
+        head = head_bytes(self.architecture, self.head, *sizes)
         if self.head is Head.LANGUAGE_MODEL:
             head += fp32_weight_bytes(self.config, self.section, self.vocab)
         return head

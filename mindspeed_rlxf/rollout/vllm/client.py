@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import socket
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
@@ -83,10 +85,12 @@ class Client:
         version: int,
         most_tokens: int | None,
         timeout_s: float,
+        ends_at: float = math.inf,
         has_own_seed: bool = True,
     ) -> GrowingSample:
         """Stream one response to its end, or the next `most_tokens` of it.
 
+        After `ends_at`, in seconds of `time.monotonic`, only the tokens that come first.
         `on_part` is called, and may raise, whenever tokens arrive. With `has_own_seed` random
         numbers depend on seed, sample id and the number of tokens before; then vLLM draws one row
         after another. Stop strings are searched here, because the
@@ -134,6 +138,8 @@ class Client:
                 elif reason is not None:
                     raise ServerError(f"{GENERATE}: ended by {reason}")
                 if sample.append_until_end(ids) or reason:  # before a reason at stop strings
+                    break
+                if ids and time.monotonic() >= ends_at:
                     break
             else:
                 raise ServerError(f"{GENERATE}: the stream ended early")

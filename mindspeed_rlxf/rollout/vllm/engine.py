@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -396,8 +397,9 @@ class VllmRollout:
         """Have the server draw `steps` tokens of each response; see `StepwiseEngine`.
 
         Only of the oldest `max_rows`, so that its cache keeps them from slice to slice, as they are
-        asked for again with all that they have. Without `runs_slices`, and for None, the server
-        draws all to the end. After a failure requests stay as they were.
+        asked for again with all that they have. After `rollout.slice_s` they keep what they have.
+        Without `runs_slices`, and for None, the server draws all to the end. After a failure
+        requests stay as they were.
 
         Raises:
             EngineLost: The server failed twice.
@@ -430,11 +432,14 @@ class VllmRollout:
         """Yield the responses that end, and keep what is drawn of others; less after a failure."""
         if self.has_failed:
             return
+        slice_s = self.config.rollout.slice_s
+        ends_at = math.inf if steps is None or slice_s is None else time.monotonic() + slice_s
         ask = partial(
             Client.generate,
             version=self.base_version,
             most_tokens=steps,
             timeout_s=self.timeout_s,
+            ends_at=ends_at,
             has_own_seed=self.sends_seeds,
         )
         requests = list(self._queue.values())

@@ -82,6 +82,42 @@ struct DeviceAllocator final : c10::Allocator {
 DeviceAllocator the_allocator;
 REGISTER_ALLOCATOR(NPU, &the_allocator);
 
+// Pinned memory is ordinary memory whose blocks are known.
+std::map<const char*, size_t> pinned_blocks;
+
+void release_pinned(void* data) {
+  {
+    std::lock_guard<std::mutex> guard(lock);
+    pinned_blocks.erase(static_cast<const char*>(data));
+  }
+  c10::free_cpu(data);
+}
+
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t n) override {
+    void* data = c10::alloc_cpu(n);
+    if (data) {
+      std::lock_guard<std::mutex> guard(lock);
+      pinned_blocks[static_cast<const char*>(data)] = n;
+    }
+    return {data, data, &release_pinned, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release_pinned; }
+  void copy_data(void* to, const void* from, std::size_t n) const override { std::memcpy(to, from, n); }
+};
+PinnedAllocator the_pinned_allocator;
+
+bool is_pinned(const void* data) {
+  std::lock_guard<std::mutex> guard(lock);
+  const auto* byte = static_cast<const char*>(data);
+  auto after = pinned_blocks.upper_bound(byte);
+  if (after == pinned_blocks.begin()) return false;
+  const auto& [start, size] = *std::prev(after);
+  return byte < start + size;
+}
+
+std::function<void(const std::string&)> wait_call;
+
 // --- streams and events ---
 using Id = std::pair<int, int64_t>;  // device, stream
 
@@ -199,6 +235,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     if (!event) return;
+    count_wait("event");
     std::lock_guard<std::recursive_mutex> guard(stream_lock);
     const auto& e = *static_cast<Event*>(event);
     finish(e.stream, e.number, false);
@@ -209,8 +246,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto found = queues.find(id_of(s));
     return found == queues.end() || found->second.copies.empty();
   }
-  void synchronizeStream(const S& s) const override { synchronize_stream(s); }
-  void synchronizeDevice(const c10::DeviceIndex d) const override { synchronize_device(d); }
+  void synchronizeStream(const S& s) const override {
+    count_wait("stream");
+    synchronize_stream(s);
+  }
+  void synchronizeDevice(const c10::DeviceIndex d) const override {
+    count_wait("device");
+    synchronize_device(d);
+  }
   void recordDataPtrOnStream(const c10::DataPtr&, const S&) const override {}
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
@@ -228,7 +271,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return before;
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex d) const override { return exchangeDevice(d); }
-  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &the_pinned_allocator; }
+  bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
   at::Device getDeviceFromPtr(void*) const override { return at::Device(NPU, here); }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex d) const override { return generator(d < 0 ? here : d); }
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
@@ -247,6 +291,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 };
 }  // namespace
+
+void on_wait(std::function<void(const std::string&)> call) { wait_call = std::move(call); }
+void count_wait(const std::string& cause) {
+  if (wait_call) wait_call(cause);
+}
 
 void set_devices(int count, int64_t limit) {
   TORCH_CHECK(count >= 0 && count <= MAX_DEVICES, "at most ", MAX_DEVICES, " devices, not ", count);

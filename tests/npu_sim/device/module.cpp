@@ -8,6 +8,8 @@
 
 #include <pybind11/chrono.h>
 
+namespace py = pybind11;
+
 namespace sim {
 namespace {
 using at::Tensor;
@@ -269,7 +271,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("generator", &sim::generator);
   m.def("set_delayed", &sim::set_delayed);
   m.def("pending_copies", &sim::pending_copies);
-  m.def("synchronize_device", &sim::synchronize_device);
+  m.def("synchronize_device", [](int index) {
+    sim::count_wait("device");
+    sim::synchronize_device(index);
+  });
+  m.def("on_wait", [](const py::object& call) {
+    if (call.is_none()) return sim::on_wait(nullptr);
+    auto* kept = new py::object(call);  // for the process, as the interpreter may end before it
+    sim::on_wait([kept](const std::string& cause) {
+      py::gil_scoped_acquire gil;
+      (*kept)(cause);
+    });
+  });
   m.def("is_pending", &sim::is_pending);
   m.def("set_rules", [](const std::map<std::string, std::tuple<std::set<std::string>, bool, std::string>>& given) {
     sim::Rules rules;

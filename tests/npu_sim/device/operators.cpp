@@ -51,6 +51,8 @@ Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::option
 Tensor copy_from(const Tensor& self, const Tensor& target, bool non_blocking) {
   const bool crosses = self.device().is_cpu() != target.device().is_cpu();
   const int index = self.device().type() == NPU ? self.device().index() : target.device().index();
+  const Tensor& of_host = self.device().is_cpu() ? self : target;
+  if (crosses && !(non_blocking && of_host.is_pinned())) count_wait("copy");
   if (crosses && non_blocking && is_delayed()) {
     enqueue(self, target, index);
     return target;
@@ -65,6 +67,7 @@ Tensor copy_from_and_resize(const Tensor& self, const Tensor& target) {
   return copy_from(self, target, false);
 }
 at::Scalar scalar(const Tensor& self) {
+  count_wait("scalar");
   synchronize_stream(current_stream(self.device().index()));
   return at::native::_local_scalar_dense_cpu(host_view(self));
 }
@@ -144,6 +147,21 @@ struct Call {
       if (arguments[i].name() == "dtype" && !(*stack)[stack->size() - arguments.size() + i].isNone()) return true;
     return false;
   }
+  // Whether the size of the result depends on values, for which the host has to wait.
+  bool sizes_result() const {
+    static const std::set<std::string> always = {"nonzero", "masked_select", "bincount", "equal",
+                                                 "_unique2", "unique_dim", "unique_consecutive"};
+    if (always.count(name)) return true;
+    const auto& arguments = op.schema().arguments();
+    const auto first = stack->size() - arguments.size();
+    if (name == "repeat_interleave") return (*stack)[stack->size() - 1].isNone();  // its output_size
+    if (name != "index" && name != "index_put_" && name != "_index_put_impl_") return false;
+    for (const auto& each : (*stack)[first + 1].toOptionalTensorList()) {
+      std::optional<Tensor> t = each;
+      if (t && t->defined() && (t->scalar_type() == at::kBool || t->scalar_type() == at::kByte)) return true;
+    }
+    return false;
+  }
   c10::IValue host_value(const c10::IValue& value, bool written, bool output) {
     if (value.isTensor()) return host(value.toTensor(), written, output);
     if (value.isTensorList()) {
@@ -206,6 +224,7 @@ struct Call {
       auto& slot = (*stack)[first + i];
       if (schema.arguments()[i].name() == "generator" && slot.isNone()) slot = generator(index);
     }
+    if (sizes_result()) count_wait(name);
     settle(index);
     c10::Dispatcher::singleton().redispatchBoxed(op, c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
     for (auto& [original, written] : fresh) {

@@ -8,6 +8,7 @@
 #include <c10/core/Stream.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <set>
 #include <string>
@@ -49,6 +50,11 @@ void enqueue(const at::Tensor& source, const at::Tensor& target, int index);
 void settle(int index);
 void synchronize_stream(const c10::Stream& stream);
 void synchronize_device(int index);
+
+// --- waits of the host for work that is queued on the device ---
+// Called at each wait, with its cause; empty = not called.
+void on_wait(std::function<void(const std::string&)> call);
+void count_wait(const std::string& cause);
 
 // --- rules of operators ---
 // operator, without its namespace -> the dtypes that its first tensor may have, whether it takes an

@@ -40,6 +40,7 @@ def misbehave(row: dict[str, Any]) -> float:
     if how == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == 2:
+        subprocess.run(["sh", "-c", "sleep 4243 &"], start_new_session=True, check=True)
         with subprocess.Popen(["sleep", "4243"], start_new_session=True):
             time.sleep(100)
     if how == 3:
@@ -51,6 +52,13 @@ def outlive(row: dict[str, Any]) -> None:
     """Start a process, and never ask for a turn."""
     with subprocess.Popen(["sleep", "4244"]):
         time.sleep(100)
+
+
+def leave(row: dict[str, Any]) -> None:
+    """Take a turn, and leave processes: a child, and an orphan in a session of its own."""
+    client().say(row["messages"])
+    subprocess.Popen(["sleep", "4247"])
+    subprocess.run(["sh", "-c", "sleep 4247 &"], start_new_session=True, check=True)
 
 
 def calculate(row: dict[str, Any]) -> None:

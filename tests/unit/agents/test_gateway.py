@@ -123,6 +123,19 @@ def test_a_wrong_token_is_refused(served: Served, place: str) -> None:
     assert served.session.move is Move.AGENT, "nothing was asked for"
 
 
+@pytest.mark.parametrize(("token", "route", "status"), [("wrong", "chat/completions", 401),
+                                                       (None, "embeddings", 404)])  # fmt: skip
+def test_a_request_is_refused_before_its_body_is_read(
+    served: Served, token: str | None, route: str, status: int
+) -> None:
+    url, key = served.client.url, served.endpoint.api_key
+    head = f"POST {url.path}/{route} HTTP/1.1\r\nAuthorization: Bearer {token or key}\r\n"
+    with socket.create_connection(("127.0.0.1", url.port or 0), 5.0) as connection:
+        connection.sendall(f"{head}Content-Length: {2**25}\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: connection.recv(2**16), b""))
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+
+
 def test_a_token_ends_with_its_conversation(served: Served) -> None:
     served.ask("a.", PROMPT)
     served.leave()

@@ -2,8 +2,11 @@
 
 import pytest
 
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.config.enums import OldLogProbs, Role
+from mindspeed_rlxf.config.keys import to_yaml
 from mindspeed_rlxf.config.load import resolve, resolve_with_notes
+from mindspeed_rlxf.config.problems import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -74,3 +77,57 @@ def test_a_pool_of_an_absent_reference_is_not_made(make_tree):
     }  # fmt: skip
     assert resolve(make_tree(split), "test").placement[Role.REWARD] == "refs"
     assert resolve(make_tree({**split, **NO_PENALTY}), "test").placement[Role.REWARD] == "values"
+
+
+def limits_of(config):
+    """Token limits of the passes of actor, reference and critic; None = by samples."""
+    roles = (Role.ACTOR_ROLLOUT, Role.REF, Role.CRITIC)
+    return [config.role(role).max_tokens_per_micro_batch for role in roles if config.role(role)]
+
+
+LONGER = {
+    "model.small.max_position_embeddings": 10_000, "training.seq_length": 9000,
+    "actor_rollout.max_prompt_length": 8,
+}  # fmt: skip
+BALANCED = {"model.small.num_experts": 4, "model.small.moe_aux_loss_coeff": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("changes", "limits"),
+    [
+        ({}, [8192, 8192, 8192]),
+        (LONGER, [9000, 9000, 9000]),
+        ({"training.micro_batch_size": 1}, [None, None, None]),
+        ({"actor_rollout.micro_batch_size": 2}, [None, 8192, 8192]),
+        ({"critic.max_tokens_per_micro_batch": 50}, [8192, 8192, 50]),
+        ({"critic.max_tokens_per_micro_batch": None}, [8192, 8192, None]),
+        # as those where a micro-batch is more than a sum over its samples
+        ({"critic.packed_sequences": False}, [8192, 8192, None]),
+        ({"algorithm.loss_normalizer": "micro_batch_mean"}, [None, 8192, None]),
+        (BALANCED, [None, 8192, None]),
+    ],
+)
+def test_passes_are_filled_with_tokens_unless_sizes_are_given(make_tree, changes, limits):
+    assert limits_of(resolve(make_tree(changes), "test")) == limits
+
+
+def test_pairs_stay_in_one_pass(make_tree):
+    tree = make_tree(PAIRS, NO_CRITIC)
+    del tree["actor_rollout"]["micro_batch_size"]
+    with pytest.raises(ConfigError, match=r"actor_rollout\.micro_batch_size=1"):  # not by tokens
+        resolve(tree, "test")
+
+
+def test_a_run_that_began_with_one_sample_in_each_pass_goes_on_so(make_tree, tmp_path):
+    """A run of an older version, whose command gives no sizes."""
+    folder = {"training.output_dir": str(tmp_path)}
+    earlier = resolve(make_tree({"training.micro_batch_size": 1, **folder}), "test")
+    (tmp_path / "config.yaml").write_text(to_yaml(earlier), encoding="utf-8")
+    resumed = resolve(make_tree(folder), "test")
+    assert limits_of(resumed) == [None, None, None]
+    assert RunDirectory(tmp_path).compare_with(resumed) == []
+    new = {"training.new_run": True, **folder}
+    assert limits_of(resolve(make_tree(new), "test")) == [8192] * 3
+    given = {"training.max_tokens_per_micro_batch": 64, **folder}
+    (tmp_path / "config.1.yaml").write_text(to_yaml(resolve(make_tree(given), "test")))
+    assert limits_of(resolve(make_tree(folder), "test")) == [8192] * 3

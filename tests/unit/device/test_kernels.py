@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mindspeed_rlxf import device
+from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.device import kernels
 from mindspeed_rlxf.device.kernels import Operator, Source
 from mindspeed_rlxf.models.attention import CoreAttention, PackedSequences, causal_attention
+from mindspeed_rlxf.models.transformer import RMSNorm, plain_norm, transformer_config
 
 CPU = torch.device("cpu")
 
@@ -108,6 +111,47 @@ def test_each_probe_takes_its_operator_and_refuses_another(operator, right, wron
     probe(right, CPU)
     with pytest.raises((AssertionError, RuntimeError)):
         probe(wrong, CPU)
+
+
+def rotate_rows(query: Tensor, angles: Tensor) -> Tensor:
+    """Rotates as Transformer Engine, which takes nothing but [tokens, batch, heads, d]."""
+    tokens, _, _, width = query.shape
+    assert angles.shape == (tokens, 1, 1, width)
+    return rotate(query, angles)
+
+
+def test_a_fused_rotary_embedding_without_packs_rotates_packed_tokens(on_cuda, monkeypatch):
+    """As Megatron calls it: packed tokens have no batch axis, and padded rows have one."""
+    given = lambda: kernels.with_batch_axis(rotate_rows)  # noqa: E731
+    probe = probe_of(Operator.ROTARY)
+    monkeypatch.setattr(kernels, "TABLE", [Source(Operator.ROTARY, "rows", given, probe)])
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", None)
+    architecture = ArchitectureConfig(
+        num_layers=1, hidden_size=32, ffn_hidden_size=32, num_attention_heads=2, vocab_size=8,
+        max_position_embeddings=8,
+    )  # fmt: skip
+    config = transformer_config(architecture, dtype=torch.bfloat16)
+    assert config.apply_rope_fusion
+    for shape in ((5, 2, 16), (5, 3, 2, 16)):
+        query = torch.randn(shape)
+        angles = torch.randn(5, *[1] * (len(shape) - 2), 16)
+        alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+        found = rope_utils.apply_rotary_pos_emb(query, angles, config, cp_group=alone)
+        torch.testing.assert_close(found, rotate(query, angles))
+
+
+def test_the_norm_of_torch_is_a_source_of_its_own(on_cuda, monkeypatch):
+    """Where Transformer Engine is missing."""
+    norm = kernels.find(Operator.NORM)
+    assert norm is kernels.TorchNorm
+    config = TransformerConfig(
+        num_layers=1, hidden_size=64, num_attention_heads=2, params_dtype=torch.bfloat16
+    )
+    fused = plain_norm(config)(config, 64)
+    hidden = kernels.noise(CPU, 8, 1, 64)
+    plain = RMSNorm(config, 64).bfloat16()
+    kernels.assert_close(fused(hidden), plain(hidden), (hidden,))
+    assert fused.weight.sequence_parallel is False
 
 
 def test_the_first_source_that_works_is_taken_and_the_log_says_why(on_cuda, monkeypatch, caplog):

@@ -12,6 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mindspeed_rlxf.models import heads
 from mindspeed_rlxf.models.heads import full_logits, token_log_probs
@@ -277,3 +279,54 @@ def test_an_fp32_head_rounds_no_logits_of_a_bf16_model() -> None:
     theirs = gradients(by_torch(labels), hidden.double(), weight.double())
     for slope, exact_slope in zip(ours, theirs, strict=True):
         assert (slope - exact_slope).norm() < 0.01 * exact_slope.norm()
+
+
+class Passes(TorchDispatchMode):
+    """Count operators on fp32 arrays [tokens, vocab], but products, views and single columns."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel = numel
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        free = ("mm", "view", "slice", "detach", "t", "gather", "scatter_add_", "empty_like")
+        if function.__name__.split(".")[0] not in free:
+            tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
+            self.count += any(x.numel() == self.numel and x.dtype is torch.float32 for x in tensors)
+        return result
+
+
+def test_a_forward_pass_reads_a_chunk_of_logits_five_times(problem: Problem) -> None:
+    """Conversion with temperature, maximum, difference, exponentials and their sum."""
+    hidden, weight, labels = problem
+    arguments = hidden.bfloat16(), weight.bfloat16(), labels, VOCAB, Group(), 0.7
+    with Passes(TOKENS * VOCAB) as passes:
+        token_log_probs(*arguments, with_entropy=False)
+    assert passes.count <= 5
+
+
+def test_without_the_gradient_of_the_entropy_an_update_reads_a_chunk_fourteen_times(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven times forward, with three for the entropy, and seven backward, with those again."""
+    monkeypatch.setattr(heads, "CHUNK_TOKENS", TOKENS // 2)
+    hidden, weight, labels = problem
+    leaf = hidden.bfloat16().requires_grad_()
+    with Passes(TOKENS // 2 * VOCAB) as passes:
+        values, _ = token_log_probs(leaf, weight.bfloat16(), labels, VOCAB, Group(), 0.7)
+        values.sum().backward()
+    assert passes.count <= 2 * 14
+
+
+def test_log_probs_do_not_depend_on_whether_the_entropy_is_computed(problem: Problem) -> None:
+    hidden, weight, labels = problem
+    leaf = hidden.clone().requires_grad_()
+    values, _ = token_log_probs(leaf, weight, labels, VOCAB, Group())
+    alone, nothing = token_log_probs(leaf, weight, labels, VOCAB, Group(), with_entropy=False)
+    assert torch.equal(alone, values) and nothing.numel() == 0
+    slopes = [torch.autograd.grad(of.sum(), leaf)[0] for of in (values, alone)]
+    assert torch.equal(*slopes)

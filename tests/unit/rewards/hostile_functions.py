@@ -63,6 +63,7 @@ ACTIONS: dict[str, Any] = {
     "memory": lambda: len(bytearray(10 * 2**30)),
     "close": lambda: os.closerange(3, 65536),
     "leave a process": leave_a_process,
+    "pause": lambda: time.sleep(0.5) or 1.0,
     "whisper": lambda: print("heard") or 1.0,
 }
 

@@ -11,6 +11,7 @@ import pytest
 
 from mindspeed_rlxf.config.plugins import Source
 from mindspeed_rlxf.config.reward_section import FunctionConfig
+from mindspeed_rlxf.rewards import workers
 from mindspeed_rlxf.rewards.outcome import Cause, Sample
 from mindspeed_rlxf.rewards.scoring import Plan
 from mindspeed_rlxf.rewards.workers import ScoringBroken, WorkerPool
@@ -98,6 +99,27 @@ def test_a_sample_that_hangs_ends_at_its_limit_and_its_process_is_replaced(
     good = pool.submit(sample("2"))
     assert [future.result(60).cause for future in hangs] == [Cause.TIMEOUT, Cause.TIMEOUT]
     assert good.result(60).result is not None
+
+
+def test_a_sample_that_is_stopped_as_it_ends_takes_no_other_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = WorkerPool(PLAN, size=1, timeout_s=60.0, memory=MEMORY)
+    first, second = (pool.submit(sample("pause")) for _ in range(2))
+    kill = workers._Process.kill
+
+    def kill_late(process: workers._Process) -> None:
+        first.result(60)
+        time.sleep(0.2)  # for the second to begin
+        kill(process)
+
+    while not first.running():
+        time.sleep(0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(workers._Process, "kill", kill_late)
+        pool.stop(first)
+    assert [future.result(60).result is not None for future in (first, second)] == [True, True]
+    pool.close()
 
 
 def test_scores_of_the_parts_that_apply_are_weighted_and_added(pool: WorkerPool) -> None:

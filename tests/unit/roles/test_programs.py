@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -14,12 +15,14 @@ from typing import Any
 import psutil
 import pytest
 
-from mindspeed_rlxf.agents.program_process import ProgramPlan, make_runner
+from mindspeed_rlxf.agents import program_process
+from mindspeed_rlxf.agents.program_process import ProgramPlan, ProgramRequest
 from mindspeed_rlxf.agents.programs import close_programs
 from mindspeed_rlxf.config.plugins import complete_program
 from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.data.decoding import RewardTexts
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
+from mindspeed_rlxf.rewards.workers import WorkerPool
 from mindspeed_rlxf.roles.rollout import RolloutRole
 from tests.golden.runs import START
 from tests.processes import run_python
@@ -105,14 +108,26 @@ def test_a_command_reads_its_row_and_gives_its_reward(run_program: Any, tmp_path
     assert records[1].failure.cause == "program" and records[1].failure.details == "key ***\n"
 
 
-def test_a_command_ends_though_a_process_that_it_has_started_does_not() -> None:
-    run = make_runner(ProgramPlan(None, "sh -c 'sleep 4246 &'", None, None))
+def test_what_a_command_has_started_ends_with_it() -> None:
+    plan = ProgramPlan(None, "sh -c 'sleep 4246 & setsid sleep 4246 & sleep 0.2'", None, None)
+    pool = WorkerPool(plan, 1, 60.0, -1, program_process.main, dict)
+    request = ProgramRequest({}, "http://127.0.0.1:1/v1", "key")
     try:
-        reply = run({"row": {}, "base_url": "http://127.0.0.1:1/v1", "api_key": "key"})
-        assert reply == {"score": None, "parts": {}}
-        assert sleeping("4246")
+        assert pool.submit(request).result(WAIT_S) == {"score": None, "parts": {}}
+        assert not sleeping("4246")
     finally:
+        pool.close()
         for process in sleeping("4246"):
+            process.kill()
+
+
+def test_what_a_function_has_started_ends_with_its_conversation(run_program: Any) -> None:
+    try:
+        records = generate(run_program(f"{FILE}:leave"), prompts_of(0))[0].report.records
+        assert [record.failure for record in records] == [None, None]
+        assert not sleeping("4247")
+    finally:
+        for process in sleeping("4247"):
             process.kill()
 
 
@@ -238,6 +253,8 @@ def test_an_environment_of_verifiers_leads_and_rewards_conversations(
     run_program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("verifiers.v1", reason="the program uses the package verifiers")
+    if shutil.which("uv") is None:
+        pytest.skip("verifiers would install uv, which its harness uses")
     tokenizer, prompts = load_tokenizer(str(START)), prompts_of(0, 1)
     texts = [RewardTexts(tokenizer).prompt(ids.tolist()) for ids in prompts.token_ids]
     (tmp_path / "texts_taskset.py").write_text(TASKSET.format(texts=texts))

@@ -29,8 +29,8 @@ def large_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def config(make_tree: Callable[..., Any], tmp_path: Path) -> Callable[..., RunConfig]:
-    folder = {"training.output_dir": str(tmp_path / "run")}
-    return lambda changes: resolve(make_tree({**folder, **changes}), "test")
+    keys = {"training.output_dir": str(tmp_path / "run"), "training.micro_batch_size": 1}
+    return lambda changes: resolve(make_tree({**keys, **changes}), "test")
 
 
 def section(config: RunConfig, title: str) -> str:

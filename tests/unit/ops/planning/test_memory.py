@@ -26,7 +26,9 @@ PP2 = {"actor_rollout.pipeline_model_parallel_size": 2}
 
 @pytest.fixture
 def config(make_tree: Callable[..., Any]) -> Callable[..., RunConfig]:
-    return lambda changes=None: resolve(make_tree(changes or {}), "test")
+    """One sample in each pass, unless the changes say otherwise."""
+    one_sample = {"training.micro_batch_size": 1}
+    return lambda changes=None: resolve(make_tree({**one_sample, **(changes or {})}), "test")
 
 
 def phase(config: RunConfig, role: Role, name: str, stage: int = 0) -> Any:
@@ -152,8 +154,30 @@ def test_the_tokens_of_a_context_parallel_rank_may_all_be_of_responses(config, b
         "ref.context_parallel_size": 2, "training.backend": backend,
         "actor_rollout.micro_batch_size": 1,
     })  # fmt: skip
-    head = 64 * (12 * (4 + 4 + 4) + 12 * 4) + 4 * 4 * 12 * 4096
+    head = 64 * (12 * (4 + 4 + 4) + 12 * 4) + 4 * 12 * 4096
     assert phase(run, Role.ACTOR_ROLLOUT, "forward").activations == head
+
+
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_an_update_has_more_arrays_of_logits_than_a_forward_pass(config, backend):
+    """Here 16 tokens of a response, 4096 logits of each, and a model so small that they count."""
+    keys = {"model.small.vocab_size": 4096, "training.backend": backend}
+    keys["actor_rollout.micro_batch_size"] = 1
+
+    def logits(more: dict[str, Any], role: Role, name: str) -> float:
+        """Bytes per logit, some of which are of hidden states."""
+        run = config({**keys, **more})
+        return phase(run, role, name).activations / (16 * 4096)
+
+    plain, trained = ({"actor_rollout.entropy_coeff": coefficient} for coefficient in (0, 0.01))
+    full = {"algorithm.kl_penalty": "full"}
+    actor = Role.ACTOR_ROLLOUT
+    assert round(logits({}, actor, "forward")) == 4
+    assert round(logits({}, Role.REF, "forward")) == 4
+    assert round(logits(full, Role.REF, "forward")) == 4 * 4
+    assert logits(plain, actor, "update") > 4 * 2
+    of_entropy = logits(trained, actor, "update") - logits(plain, actor, "update")
+    assert of_entropy == pytest.approx(4 * 2)
 
 
 def test_a_gradient_reduced_early_needs_a_sum_of_the_heads_beside_it(config):

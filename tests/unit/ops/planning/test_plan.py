@@ -1,5 +1,6 @@
 """The plan states every size of a run, as worked out by hand."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from mindspeed_rlxf.data.mini_batches import sample_flops
 from mindspeed_rlxf.device import driver
 from mindspeed_rlxf.device.driver import DriverDevice, DriverView
 from mindspeed_rlxf.ops.planning import available
+from mindspeed_rlxf.ops.planning.available import fill_hosts
 from mindspeed_rlxf.ops.planning.plan import place_pools, plan, topology
 from mindspeed_rlxf.ops.planning.work import describe_work
 from tests.unit.ops.planning.test_memory import SPLIT_POOL
@@ -91,7 +93,7 @@ CHUNKS = {
         (
             # 50 tokens hold two of the longest samples of 24, so DP 8 with 96 / 8 = 12 makes 6 at
             # most; a mini-batch has 48 / 8 = 6 a rank, 3 at most
-            {"actor_rollout.max_tokens_per_micro_batch": 50},
+            {"actor_rollout.max_tokens_per_micro_batch": 50, "critic.micro_batch_size": 1},
             [
                 "actor_rollout 12 <= 50 tokens <= 6",
                 "actor_rollout 48 2 1 2 <= 3 6 0.0001",
@@ -192,3 +194,19 @@ def test_parts_of_a_split_pool_have_tables_of_their_own(make_tree):
     # rank 5 = DP 2 + 3 x PP 1 of training; ranks 6 and 7 are TP 0 and 1 of generation
     assert shown[header - 2] == "actor 1 1 5 0,1,2"
     assert shown[header + 2 : header + 4] == ["actor 1 2 6 0,0,0", "actor 1 3 7 1,0,0"]
+
+
+def test_a_plan_for_other_hosts_counts_processes_per_host(make_tree) -> None:
+    """16 devices are two hosts of 8, or one host where the run is to start its own Ray."""
+    changes = {"resource_pool.main": 16, "device.memory_gib": 64}
+    text = plan(resolve(make_tree(changes), "t")).text
+    assert "processes (8)" in text
+    assert re.search(r"^  main +1 +7 +15 ", text, re.MULTILINE)
+    text = plan(resolve(make_tree({**changes, "runtime.address": "local"}), "t")).text
+    assert "processes (16)" in text
+    assert re.search(r"^  main +0 +15 +15 ", text, re.MULTILINE)
+
+
+def test_a_pool_larger_than_a_host_fills_whole_hosts() -> None:
+    assert fill_hosts([20], 8) == [8, 8, 4]
+    assert fill_hosts([8, 4], 8) == [8, 4]
