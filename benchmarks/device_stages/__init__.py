@@ -44,6 +44,7 @@ STAGES = (
     Stage("resume", 90, resume, resume_row),
     Stage("head-1.5b", 60, partial(head, shape="1.5b"), head_row),
     Stage("options-1.5b", 150, partial(options, shape="1.5b"), options_row),
+    Stage("options-1.5b-fsdp", 60, partial(options, shape="1.5b", engine="fsdp"), options_row),
     Stage("trace-1.5b", 75, partial(trace, shape="1.5b"), trace_row),
     Stage("grpo-1.5b", 90, partial(grpo, shape="1.5b"), grpo_row),
 )

@@ -39,24 +39,34 @@ OPTIONS: tuple[Option, ...] = (
     Option("rotary", operators=["ROTARY"]),
     Option("swiglu", operators=["SWIGLU"]),
     Option("gradient", operators=["GRADIENT"]),
+    Option(
+        "overlap",
+        on={
+            "use_distributed_optimizer": True,
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+        },
+    ),
 )
+FSDP_OPTIONS = (Option("reduction in each micro-batch", on={"reduce_each_micro_batch": True}),)
 
 
-def options(settings: Settings, shape: str) -> Figures:
-    """Measure updates with Megatron's engine: without options, with all, without each."""
+def options(settings: Settings, shape: str, engine: str = "megatron") -> Figures:
+    """Measure updates with an engine: without options, with all, without each."""
     results: dict[str, Figures] = {}
-    with joined(settings):
-        results["none"] = measure(settings, shape, [])
-        results["all"] = measure(settings, shape, OPTIONS)
-        for option in OPTIONS:
-            others = [other for other in OPTIONS if other is not option]
-            results[f"without {option.name}"] = measure(settings, shape, others)
+    compared = OPTIONS if engine == "megatron" else FSDP_OPTIONS
+    with joined(settings, megatron=engine == "megatron"):
+        results["none"] = measure(settings, shape, engine, [])
+        results["all"] = measure(settings, shape, engine, compared)
+        for option in compared if len(compared) > 1 else ():
+            others = [other for other in compared if other is not option]
+            results[f"without {option.name}"] = measure(settings, shape, engine, others)
     for figures in results.values():
         figures["agrees"] = agrees(figures, results["none"])
     return {"options": results}
 
 
-def measure(settings: Settings, shape: str, chosen: Sequence[Option]) -> Figures:
+def measure(settings: Settings, shape: str, engine: str, chosen: Sequence[Option]) -> Figures:
     """Measure an update with the chosen options, or return its error."""
     from mindspeed_rlxf import device
     from mindspeed_rlxf.device import kernels
@@ -67,7 +77,7 @@ def measure(settings: Settings, shape: str, chosen: Sequence[Option]) -> Figures
     kernels.find.cache_clear()
     keys = {name: value for option in chosen for name, value in option.on.items()}
     try:
-        actor, _ = build_actor(settings, shape, "megatron", **keys)
+        actor, _ = build_actor(settings, shape, engine, **keys)
         log_probs = actor.experience.old_log_probs
         first = actor.role.update_policy(actor.rollouts, actor.experience, actor.all_rows)
         times = [seconds(actor.update) for _ in range(settings.sizes.repeats)]

@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from mindspeed_rlxf import device
 from mindspeed_rlxf.cluster.errors import RuntimeTimeout, WorkerError, stacks_when_late
 from mindspeed_rlxf.cluster.interface import COLLECTIVE_MARGIN_S, Reply, Request
-from mindspeed_rlxf.cluster.worker import RoleHost, offload_environment
+from mindspeed_rlxf.cluster.worker import RoleHost, layout_environment, offload_environment
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.config.schema import RunConfig
@@ -132,7 +132,8 @@ class LocalRuntime:
     @classmethod
     def from_config(cls, config: RunConfig) -> LocalRuntime:
         """Create this process's runtime, and wait for the other ranks."""
-        os.environ.update(offload_environment(config))  # read when the device starts
+        # Read when the device starts.
+        os.environ.update(offload_environment(config) | layout_environment(config))
         megatron = all(config.backend_of(pool) == "megatron" for pool in config.resource_pool)
         settings = config.device.kind, config.device.cpu_threads, config.runtime.timeout_s
         return cls(*settings, megatron)

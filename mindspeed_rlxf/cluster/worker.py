@@ -17,13 +17,14 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.cluster.interface import Peer, Reply, Request
 from mindspeed_rlxf.cluster.refs import Fetch, resolve_refs
-from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.enums import DeviceKind, Role
+from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
 from mindspeed_rlxf.config.secrets import Secret, variable_secret
 from mindspeed_rlxf.data.batch import RoleOutput, Rows
 from mindspeed_rlxf.engine import flop_counter
 from mindspeed_rlxf.reporting.jsonl import write_tokens
 
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # queues between a process and its device
 FORWARDED = ("HCCL_", "ASCEND_", "GLOO_", "TP_", "NCCL_")  # settings of communication libraries
 FORWARDED_NAMES = (  # torch on NPU, and what `training.deterministic` sets beside HCCL's
     "TASK_QUEUE_ENABLE",
@@ -171,14 +172,35 @@ def offload_environment(config: RunConfig) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in set_by_user}
 
 
+def layout_environment(config: RunConfig) -> dict[str, str]:
+    """Return the variable that TP needs in training on CUDA, except if the user has set it.
+
+    With one queue a collective starts before the GEMM that is launched behind it, so that both
+    overlap; Megatron relies on it.
+    """
+    is_set = CONNECTIONS in os.environ or CONNECTIONS in config.pool_settings.env
+    if is_set or device.resolve_kind(config.device.kind) is not DeviceKind.CUDA:
+        return {}
+    sections = [config.role(role) for role in config.roles]
+    has_tp = any(
+        section.tensor_model_parallel_size > 1
+        for section in sections
+        if isinstance(section, LearningConfig)
+    )
+    return {CONNECTIONS: "1"} if has_tp else {}
+
+
 def list_variables(
-    pool_env: Mapping[str, Secret], offloading: Mapping[str, str] | None = None
+    pool_env: Mapping[str, Secret],
+    offloading: Mapping[str, str] | None = None,
+    layout: Mapping[str, str] | None = None,
 ) -> list[tuple[str, str, str]]:
     """Return (name, value, source) per worker variable, sorted by name; secrets are `***`."""
     sources: dict[str, Mapping[str, object]] = {
         "driver": forwarded_environment(os.environ),
         "resource_pool.env": pool_env,
         "offload": offloading or {},
+        "tensor_model_parallel_size": layout or {},
     }
     rows = {}
     for source, variables in sources.items():

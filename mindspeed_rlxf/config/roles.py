@@ -55,13 +55,14 @@ class OptimizerConfig(Section):
     )
     overlap_grad_reduce: bool = free(
         False,
-        "reduce gradients over DP while the backward pass runs; no use on CPU",
+        "reduce gradients over DP while the backward pass runs; no use on CPU; off until devices "
+        "have shown that both ways agree",
         used_if="backend=megatron",
     )
     overlap_param_gather: bool = free(
         False,
         "gather weights while the next forward pass of an iteration runs; needs "
-        "use_distributed_optimizer and overlap_grad_reduce; no use on CPU",
+        "use_distributed_optimizer and overlap_grad_reduce; no use on CPU; off as that one",
         used_if="use_distributed_optimizer; overlap_grad_reduce; backend=megatron",
     )
 

@@ -37,7 +37,11 @@ class VllmConfig(Section):
     kv_cache_gib: float | None = free(
         None, "KV cache of a device, GiB; null = by gpu_memory_utilization, on CPU 1", gt=0
     )
-    enforce_eager: bool = free(True, "compile no graphs: slower on devices, starts sooner")
+    enforce_eager: bool = free(
+        True,
+        "compile no graphs: slower on devices, starts sooner; true until a device has shown that "
+        "graphs read the weights that are sent",
+    )
     extra_args: dict[str, Any] = free(
         {}, "further options of `vllm serve`, which win; false = --no-NAME"
     )

@@ -4,7 +4,7 @@ Each TABLE row names an operator and a package providing it. `find` tries the ro
 imports the operator, runs it forward and backward on a small input, and compares the result with
 plain torch. Attention is tried with the model's head sizes, since kernels refuse some. A failing
 operator is skipped with a log line. On NPU, where MindSpeed's operators replace Megatron's own
-(`device.fuses_layers`), only SHARED_PROMPTS is tried; on CPU nothing.
+(`device.fuses_layers`), only SHARED_PROMPTS and DECODE are tried; on CPU nothing.
 """
 
 import functools
@@ -36,6 +36,7 @@ class Operator(str, Enum):
 
     ATTENTION = "attention of packed sequences"
     SHARED_PROMPTS = "attention of responses to one prompt"
+    DECODE = "attention of a decode step"
     NORM = "root-mean-square norm"
     ROTARY = "rotary embedding"
     SWIGLU = "gated activation"
@@ -66,7 +67,7 @@ def find(operator: Operator, *shape: int) -> Any:
     sizes for the probe, since kernels refuse some; () = the probe's own.
     """
     is_tried = device.tries_kernels()
-    if device.fuses_layers() and operator is Operator.SHARED_PROMPTS:
+    if device.fuses_layers() and operator in (Operator.SHARED_PROMPTS, Operator.DECODE):
         is_tried = True
     if not is_tried or torch.are_deterministic_algorithms_enabled():
         return None
@@ -105,6 +106,12 @@ def _npu_attention() -> Any:
     return npu.attend_to_longer_keys
 
 
+def _npu_decode_attention() -> Any:
+    if not device.fuses_layers():
+        raise ImportError("only on NPU")
+    return npu.attend_to_cache
+
+
 # Cached, because every layer asks for those of the same pack.
 @functools.lru_cache(maxsize=8)
 def _ends(lengths: Lengths, device: torch.device) -> Tensor:
@@ -139,6 +146,23 @@ def _probe_shared_prompts(attend: Any, device: torch.device, *shape: int) -> Non
     prompt, first, second = torch.arange(24, device=device).split((7, 5, 12))
     seen = [prompt, torch.cat((prompt, first)), torch.cat((prompt, second))]
     _compare_attention(attend, (prompt, first, second), seen, *shape)
+
+
+def _probe_decode(
+    attend: Any, device: torch.device, heads: int = 4, groups: int = 2, width: int = 64
+) -> None:
+    """Raise AssertionError unless rows of 3 and 17 tokens attend as in plain torch."""
+    capacity = 32
+    query = noise(device, 2, heads, 1, width).detach()
+    keys = noise(device, 2, groups, capacity, width).detach()
+    values = noise(device, 2 * groups, capacity, width).detach().view(keys.shape)
+    lengths = torch.tensor([[3], [17]], device=device)
+    hidden = (torch.arange(capacity, device=device) >= lengths)[:, None, None]
+    expected = F.scaled_dot_product_attention(
+        query, keys, values, attn_mask=~hidden, enable_gqa=True
+    )
+    actual = attend(query, keys, values, hidden)
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def _compare_attention(
@@ -261,6 +285,7 @@ TABLE: tuple[Source, ...] = (
     Source(Operator.SHARED_PROMPTS, "torch.nn.attention.varlen", _TORCH, _probe_shared_prompts),
     Source(Operator.SHARED_PROMPTS, "flash_attn", _FLASH, _probe_shared_prompts),
     Source(Operator.SHARED_PROMPTS, "torch_npu", _npu_attention, _probe_shared_prompts),
+    Source(Operator.DECODE, "torch_npu", _npu_decode_attention, _probe_decode),
     Source(Operator.NORM, "transformer_engine",
            _from("transformer_engine.pytorch", "RMSNorm"), _probe_norm),
     Source(Operator.NORM, "torch", _torch_norm, _probe_norm),

@@ -263,6 +263,28 @@ def attend_to_longer_keys(
     return out
 
 
+def attend_to_cache(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor
+) -> torch.Tensor:
+    """Attend from one token of each row to its keys that are not `hidden`; no gradient.
+
+    Query and result are [rows, heads, 1, d], keys and values [rows, groups, capacity, d], `hidden`
+    [rows, 1, 1, capacity] bool. Source: npu_fused_infer_attention_score in Ascend/op-plugin, layout
+    BNSD, which takes a mask where the query has one token.
+    """
+    out: torch.Tensor = import_torch_npu().npu_fused_infer_attention_score(
+        query,
+        keys,
+        values,
+        atten_mask=hidden,
+        num_heads=query.size(1),
+        num_key_value_heads=keys.size(1),
+        scale=query.size(-1) ** -0.5,
+        input_layout="BNSD",
+    )[0]
+    return out
+
+
 @cache
 def _compressed_mask(where: torch.device) -> torch.Tensor:
     return torch.ones(2048, 2048, dtype=torch.bool, device=where).triu(1)

@@ -415,11 +415,12 @@ class Generation:
         logits = gather(hidden, weight, vocab, group, self._linear)
         uniforms, count = self.states.next_uniforms(cache_rows)
         tokens, log_probs = torch.zeros_like(count), torch.zeros_like(uniforms)
-        for row_group in groups if logits is not None else ():
-            at = row_group.rows
-            tokens[at], log_probs[at] = draw_tokens(
-                logits[at], uniforms[at], count[at], row_group.settings, row_group.ends
-            )
+        if logits is not None:
+            for row_group in groups:
+                at = row_group.rows
+                tokens[at], log_probs[at] = draw_tokens(
+                    logits[at], uniforms[at], count[at], row_group.settings, row_group.ends
+                )
         if self._first_rank_draws:
             both = torch.stack((tokens, log_probs.view(torch.int32).long()))
             broadcast_from_first(both, group)

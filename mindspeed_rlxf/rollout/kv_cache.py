@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.generation_memory import PAGE, round_to_pages
+from mindspeed_rlxf.device import kernels
 from mindspeed_rlxf.models.attention import Attend, PackedKernel, PackedSequences
 
 
@@ -193,8 +194,8 @@ class Continuation(Attend):
 class DecodeStep(Attend):
     """Attention from one new token for each row 0 .. n - 1 to all tokens in its row.
 
-    Every device uses torch's own attention: the NPU's fused operator is made for training, and its
-    inference operators support neither fp32 nor this cache layout.
+    It is torch's own attention; in bf16 on an NPU its operator for inference if trying shows that
+    it works with these heads. The NPU's operator for training takes no cache.
     """
 
     cache: KvCache = None  # type: ignore[assignment]
@@ -209,6 +210,9 @@ class DecodeStep(Attend):
             hidden = torch.zeros(visible.shape, dtype=shape.dtype, device=where)
             visible = hidden.masked_fill_(~visible, float("-inf"))
         self._mask = visible[:, None, None, :]  # [n, 1, 1, capacity]
+        self._hidden: Tensor | None = None  # the mask of the NPU's operator
+        if device.fuses_layers() and shape.dtype is torch.bfloat16:
+            self._hidden = ~self._mask
         row = torch.arange(len(self.position), device=where)
         group = torch.arange(shape.groups, device=where)
         self._index = row[:, None], group, self.position[:, None]
@@ -231,6 +235,12 @@ class DecodeStep(Attend):
         keys, values = self.cache.keys[layer - 1], self.cache.values[layer - 1]
         if rows < self.cache.num_rows:
             keys, values = keys[:rows], values[:rows]
+        if self._hidden is not None:
+            heads = query.flatten(1, -2)  # [n, heads, d]
+            operator = kernels.find(kernels.Operator.DECODE, heads.size(1), groups, heads.size(2))
+            if operator is not None:
+                fused_out: Tensor = operator(heads[:, :, None], keys, values, self._hidden)
+                return fused_out.view(query.shape)
         # The queries of a group stand on the sequence axis, so that no key is copied for each query
         # and scores stay fp32 inside the kernel.
         queries = query if query.dim() == 4 else query.unflatten(1, (groups, -1))

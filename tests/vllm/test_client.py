@@ -619,11 +619,12 @@ def test_a_buffer_of_the_device_is_shared_once_an_update(
 @pytest.mark.usefixtures("on_cuda")
 @pytest.mark.parametrize(("deterministic", "has_seeds"), [(None, False), (True, True)])
 def test_requests_on_devices_have_seeds_in_deterministic_runs_alone(
-    make: Make, deterministic: bool | None, has_seeds: bool
+    make: Make, tmp_path: Path, deterministic: bool | None, has_seeds: bool
 ) -> None:
     engine = make()
     training = engine.config.training.model_copy(update={"deterministic": deterministic})
-    again = VllmRollout(engine.config.model_copy(update={"training": training}))
+    config = engine.config.model_copy(update={"training": training})
+    again = VllmRollout(config, str(tmp_path))
     again.update_weights(tensors(), 1)
     asked: list[Any] = []
     ask_server = again.client._ask

@@ -12,7 +12,11 @@ from mindspeed_rlxf.cluster.errors import Origin
 from mindspeed_rlxf.cluster.interface import COLLECTIVE_MARGIN_S
 from mindspeed_rlxf.cluster.nodes import describe_places, order_ranks
 from mindspeed_rlxf.cluster.ray.cluster import LOOPBACK, RayCluster, open_cluster, resource_name
-from mindspeed_rlxf.cluster.worker import offload_environment, worker_environment
+from mindspeed_rlxf.cluster.worker import (
+    layout_environment,
+    offload_environment,
+    worker_environment,
+)
 from mindspeed_rlxf.config.enums import DeviceKind, RewardKind, Role
 from mindspeed_rlxf.config.schema import DeviceConfig, PoolSettings, RunConfig, RuntimeConfig
 from mindspeed_rlxf.config.secrets import Secret, reveal
@@ -90,8 +94,8 @@ class RayRuntime:
     def from_config(cls, config: RunConfig, log_dir: Path, run_file: Path | None) -> RayRuntime:
         """Join or start the configured cluster; `create_pools` checks its nodes."""
         pool = config.pool_settings
-        offloading = {n: Secret(v, v) for n, v in offload_environment(config).items()}
-        env = {**offloading, **pool.env}
+        variables = offload_environment(config) | layout_environment(config)
+        env = {**{name: Secret(value, value) for name, value in variables.items()}, **pool.env}
         return cls(
             config.device,
             config.runtime,

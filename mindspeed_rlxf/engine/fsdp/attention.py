@@ -39,7 +39,8 @@ class Layout:
     Attributes:
         lengths: Of the sequences packed in one row, in order; None = padded rows.
         group: Ranks that share the tokens; None = this rank has all tokens.
-        flash: Whether the flash attention of the device computes what it can.
+        flash: Whether the flash attention of the device, or torch's for packed sequences, computes
+            what it can.
         windows: Gets the window of every call; None = without one.
     """
 
@@ -83,6 +84,8 @@ def attend(
             kinds["s_aux"] = kinds["s_aux"].chunk(group.size())[group.rank()]
     if layout.flash and _flash_computes(query, key, value, layout, kinds):
         out = _attend_flash(query, key, value, scaling, layout, kinds)
+    elif layout.flash and _varlen_computes(query, key, value, layout, kinds):
+        out = _attend_varlen(query, key, value, scaling, layout, kinds)
     else:
         lengths = layout.lengths or (query.size(2),)
         outputs = []
@@ -217,6 +220,74 @@ def _attend_flash(
         module, query, key, value, None, scaling=scaling, dropout=0.0, **kinds, **packing
     )[0]
     return attended[..., :value_size]
+
+
+def _varlen_computes(query: Tensor, key: Tensor, value: Tensor, layout: Layout, kinds: Any) -> bool:
+    """Return whether torch's attention of packed sequences has what the layer needs, and works."""
+    needs_more = kinds.get("softcap") is not None or kinds.get("s_aux") is not None
+    if layout.lengths is None or needs_more or torch.are_deterministic_algorithms_enabled():
+        return False
+    return try_varlen(query.device, query.size(1), key.size(1), query.size(-1), value.size(-1))
+
+
+@cache
+def try_varlen(
+    target: torch.device, heads: int, groups: int, key_size: int, value_size: int
+) -> bool:
+    """Run torch's attention of packed sequences, with and without a window, as `try_flash` does.
+
+    Returns:
+        Whether it works here and agrees with plain torch; if not, a log line says why.
+    """
+    lengths = 5, 19
+    query = noise(target, 1, heads, sum(lengths), key_size)
+    key = noise(target, 1, groups, sum(lengths), key_size)
+    value = noise(target, 1, groups, sum(lengths), value_size)
+    try:
+        with torch.enable_grad():
+            for window in (None, 4):
+                kinds = {"sliding_window": window}
+                packed = _attend_varlen(query, key, value, None, Layout(lengths), kinds)
+                expected = []
+                for q, k, v in _split_sequences(query, key, value, lengths):
+                    positions = torch.arange(q.size(2), device=target)
+                    distance = positions[:, None] - positions
+                    seen = (distance >= 0) & (distance < (window or q.size(2)))
+                    attended = F.scaled_dot_product_attention(
+                        q, k, v, attn_mask=seen, enable_gqa=True
+                    )
+                    expected.append(attended.transpose(1, 2))
+                assert_close(packed, torch.cat(expected, dim=1), (query, key, value))
+        return True
+    except Exception as error:  # whatever a library of the device raises
+        reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+        logger.info("torch.nn.attention.varlen does not work here (%s)", reason)
+        return False
+
+
+def _attend_varlen(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, layout: Layout, kinds: Any
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert layout.lengths is not None, "padded rows are not packed"
+    ends = _ends(layout.lengths, query.device)
+    longest = max(layout.lengths)
+    window = kinds.get("sliding_window")
+    num_before = -1 if window is None else window - 1  # tokens that one sees beside itself
+    packed = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    operator: Any = varlen_attn  # its arguments differ between versions
+    attended: Tensor = operator(
+        *packed,
+        ends,
+        ends,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(num_before, 0),
+        enable_gqa=query.size(1) != key.size(1),
+    )
+    return attended[None]
 
 
 @lru_cache(maxsize=2)  # one tensor for all layers

@@ -62,7 +62,8 @@ def check_fit(config: RunConfig) -> tuple[dict[str, str], list[Problem]]:
                 f"resource_pool.{pool.pool}",
                 subject,
                 remedy=(
-                    "set offload, recompute or use_distributed_optimizer, lower "
+                    "set offload, recompute, use_distributed_optimizer or (backend fsdp) "
+                    "reduce_each_micro_batch, lower "
                     "num_samples_per_step, micro_batch_size or max_tokens_per_micro_batch, raise "
                     "tensor_model_parallel_size, or use more devices; plan.suggest=true looks for "
                     "layouts that fit"

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from mindspeed_rlxf.cluster.worker import list_variables, offload_environment
+from mindspeed_rlxf.cluster.worker import layout_environment, list_variables, offload_environment
 from mindspeed_rlxf.config.enums import OldLogProbs, Role
 from mindspeed_rlxf.config.problems import Problem
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
@@ -160,7 +160,9 @@ def plan(config: RunConfig, nested: bool = False) -> Plan:
     if config.device.kind is not asked_kind:
         device_kind += ", as device.memory_gib is given; device.kind names another"
     fitting, problems = check_fit(config)
-    variables = list_variables(config.pool_settings.env, offload_environment(config))
+    variables = list_variables(
+        config.pool_settings.env, offload_environment(config), layout_environment(config)
+    )
     sections = {
         f"Run {config.training.run_name}": pairs(_run_lines(config, runtime, device_kind)),
         "Roles": named_table([*_role_rows(config)]),

@@ -7,6 +7,7 @@ import pytest
 from mindspeed_rlxf.cluster.ray.runtime import folders_of_workers
 from mindspeed_rlxf.cluster.worker import (
     forwarded_environment,
+    layout_environment,
     list_variables,
     offload_environment,
     worker_environment,
@@ -74,6 +75,21 @@ def test_a_run_that_offloads_gets_segments_that_grow(make_tree, monkeypatch):
     assert (name, value, "offload") in list_variables({}, {name: value})
     monkeypatch.setenv(name, "max_split_size_mb:32")
     assert given("npu", True, {}) == {}
+
+
+def test_tensor_parallel_training_on_cuda_has_one_queue(make_tree, monkeypatch):
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.delenv(name, raising=False)
+
+    def given(kind: str, tp: int, env: dict[str, str] | None = None) -> dict[str, str]:
+        changes = {"training.tensor_model_parallel_size": tp, "device.kind": kind}
+        changes |= {"resource_pool.env": env or {}, "runtime.address": "head:6379"}
+        return layout_environment(resolve(make_tree(changes), "test"))
+
+    assert given("cuda", 2) == {name: "1"}
+    assert given("cuda", 1) == given("cpu", 2) == given("cuda", 2, {name: "8"}) == {}
+    monkeypatch.setenv(name, "8")
+    assert given("cuda", 2) == {}
 
 
 def test_folders_of_models_and_tokenizer_are_read_on_every_node(make_tree):

@@ -98,9 +98,14 @@ def accumulate(inputs: Tensor, grads: Tensor, total: Tensor) -> None:
     total += grads.float().t() @ inputs.float()
 
 
+def attend_to_cache(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=~hidden, enable_gqa=True)
+
+
 @pytest.mark.parametrize(("operator", "right", "wrong"), [
     (Operator.ATTENTION, attend, attend_across),
     (Operator.SHARED_PROMPTS, attention(shift=True), attention(shift=False)),
+    (Operator.DECODE, attend_to_cache, lambda q, k, v, hidden: attend_to_cache(q, k, v, ~hidden)),
     (Operator.NORM, Norm, LayerNorm),
     (Operator.ROTARY, rotate, lambda x, angles: rotate(x, angles) if x.dim() == 4 else x),
     (Operator.SWIGLU, swiglu, lambda both, _: swiglu(both, None, torch.Tensor.detach)),

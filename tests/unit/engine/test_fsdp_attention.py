@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import varlen
 from transformers import LlamaConfig, modeling_flash_attention_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -18,6 +19,7 @@ from mindspeed_rlxf.engine.fsdp.attention import (
     attend,
     register,
     try_flash,
+    try_varlen,
 )
 
 LENGTHS = (3, 5, 1)
@@ -136,6 +138,61 @@ def test_flash_attention_computes_no_window_or_cap_that_it_lacks(
     needs = {"softcap": 2.0}, {"sliding_window": 4}, {"sliding_window": 5}, {}
     able = [_flash_computes(query, key, value, layout, kinds) for kinds in needs]
     assert able == [False, False, True, True]
+
+
+class Varlen:
+    """Computes as torch's attention of packed sequences; [tokens, heads, d]."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.windows: list[tuple[int, int]] = []
+        self.factor = factor  # of the results; 1 is right
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, key_ends: Tensor, longest: int,
+        longest_key: int, *, scale: float | None, window_size: tuple[int, int], enable_gqa: bool,
+    ) -> Tensor:  # fmt: skip
+        lengths = ends.diff().tolist()
+        assert torch.equal(ends, key_ends) and longest == longest_key == max(lengths)
+        self.windows.append(window_size)
+        num_before, num_after = window_size
+        outs = []
+        for each in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
+            one = [part.transpose(0, 1)[None] for part in each]
+            seen = torch.ones(one[0].size(2), one[0].size(2), dtype=torch.bool).tril(num_after)
+            if num_before >= 0:
+                seen = seen.triu(-num_before)
+            out = F.scaled_dot_product_attention(
+                *one, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
+            )
+            outs.append(out[0].transpose(0, 1))
+        return torch.cat(outs) * self.factor
+
+
+def install_varlen(monkeypatch: pytest.MonkeyPatch, operator: Varlen) -> None:
+    """Make it torch's operator, where transformers finds no flash attention."""
+    missing = modeling_flash_attention_utils
+    monkeypatch.setattr(missing, "lazy_import_flash_attention", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(varlen, "varlen_attn", operator)
+    try_flash.cache_clear()
+    try_varlen.cache_clear()
+
+
+def test_packed_sequences_have_windows_in_torchs_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = Varlen()
+    install_varlen(monkeypatch, operator)
+    layer = LlamaAttention(LlamaConfig(hidden_size=32, num_attention_heads=4), 0)
+    layer.num_key_value_groups = 2
+    for window in (None, 2):
+        kinds = {"sliding_window": window, "scaling": 0.3}
+        wide = make(4).float(), make(2).float(), make(2).float()
+        torch.testing.assert_close(*both_ways(layer, *wide, **kinds))
+    assert operator.windows[-2:] == [(-1, 0), (1, 0)]
+
+
+def test_torchs_operator_that_is_wrong_here_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_varlen(monkeypatch, Varlen(1.2))
+    ours, packed = both_ways(None, make(4), make(2), make(2))
+    assert torch.equal(ours, packed)
 
 
 def test_sequences_do_not_see_each_other() -> None:

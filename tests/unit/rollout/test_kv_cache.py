@@ -1,9 +1,11 @@
 """Prefill and decode through the cache against causal attention over the whole sequence."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -93,6 +95,38 @@ def test_scores_of_a_decode_step_are_not_rounded_to_low_precision():
     query = torch.tensor([[[16.0, 1, 0, 0]]]).bfloat16()
     out = DecodeStep(cache=cache, position=torch.tensor([1])).attend(1, query, rows[1:], values[1:])
     assert_close(out, torch.full((1, 1, 4), 0.62246).bfloat16())
+
+
+def test_a_decode_step_asks_the_operator_of_an_npu_that_works(monkeypatch):
+    """With the query of a row on an axis of one token, and a mask that is True where hidden."""
+    asked: list[Any] = []
+
+    def attend_to_cache(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
+        assert hidden.dtype is torch.bool and hidden.shape == (2, 1, 1, keys.size(2))
+        assert all(tensor.is_contiguous() for tensor in (query, keys, values, hidden))
+        return F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=~hidden, enable_gqa=True
+        )
+
+    def find(operator: Any, *shape: int) -> Any:
+        asked.append((operator, shape))
+        return attend_to_cache
+
+    cache = KvCache(CacheShape(1, GROUPS, DIM, torch.bfloat16), 8, CPU)
+    cache.fit(3, 4)
+    heads = 2 * GROUPS
+    query, key, value = (torch.randn(2, n, DIM).bfloat16() for n in (heads, GROUPS, GROUPS))
+    position = torch.tensor([0, 2])
+    plain = DecodeStep(cache=cache, position=position).attend(1, query, key, value)
+    monkeypatch.setattr(kv_cache.device, "fuses_layers", lambda: True)
+    monkeypatch.setattr(kv_cache.kernels, "find", find)
+    step = DecodeStep(cache=cache, position=position)
+    grouped = query.unflatten(1, (GROUPS, -1))
+    for each in (query, grouped):
+        found = step.attend(1, each, key, value)
+        assert found.shape == each.shape
+        assert_close(found.view(query.shape), plain, rtol=0.02, atol=0.02)
+    assert asked == [(kv_cache.kernels.Operator.DECODE, (heads, GROUPS, DIM))] * 2
 
 
 def test_a_cache_grows_by_pages_and_keeps_what_its_rows_hold(monkeypatch):
