@@ -221,7 +221,7 @@ def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
 
 def _beside(values: Tensor, on_host: Tensor) -> Tensor:
     """Copy a host tensor to the device of `values`, without waiting for its work until now."""
-    if values.device.type == "cpu":
+    if on_host.device == values.device:
         return on_host
     return on_host.pin_memory().to(values.device, non_blocking=True)
 

@@ -415,14 +415,17 @@ def _set_stage_defaults(training: Tree, algorithm: Tree, actor: Tree) -> None:
 def _set_micro_batches(payload: Tree) -> None:
     """Let roles without a micro-batch size fill each pass with tokens, where that changes nothing.
 
-    Rows must be packed, and the loss no mean of micro-batches. A run that was started with one
-    sample per pass, the default of older versions, goes on so: other micro-batches round otherwise.
+    Rows must be packed, and the loss no mean of micro-batches, which a plugin's objective may be. A
+    pipeline has one sample per pass, since a few large passes leave its stages idle. A run that was
+    started with a number of samples per pass, as older versions did by default, goes on so: other
+    micro-batches round otherwise.
     """
     training, algorithm = payload["training"], payload["algorithm"]
     seq_length = training.get("seq_length")
     if type(seq_length) is not int:
         return  # pydantic reports it
     averages = algorithm.get("loss_normalizer") == LossNormalizer.MICRO_BATCH_MEAN.value
+    averages |= algorithm.get("objective") is not None
     compares_pairs = training.get("stage") == Stage.RAY_ONLINE_DPO.value
     earlier = read_resolved(training)
     for role in CONFIGURED:
@@ -437,8 +440,11 @@ def _set_micro_batches(payload: Tree) -> None:
             continue
         if role is Role.ACTOR_ROLLOUT and compares_pairs:
             continue
+        if section.get("pipeline_model_parallel_size", 1) != 1:
+            continue
         earlier_section = earlier.get(role.value) or {}
         if earlier_section and earlier_section.get("max_tokens_per_micro_batch") is None:
+            section["micro_batch_size"] = earlier_section.get("micro_batch_size", 1)
             continue
         section["max_tokens_per_micro_batch"] = max(seq_length, TOKENS_PER_MICRO_BATCH)
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_rlxf import device
 from mindspeed_rlxf.algorithms.losses import LossOutput
 from mindspeed_rlxf.algorithms.slots import readable_slots
 from mindspeed_rlxf.config.schema import LoraConfig, RoleConfig
@@ -142,7 +141,6 @@ class CommonEngine:
         with offload.holding((self._offload, weights), (policy._offload, weights)):
             # Row after row, as the two engines may make different micro-batches.
             chunks = policy._read_all(rollouts, read_states)
-            device.synchronize()  # for the states on the host
             policy_states = torch.cat(chunks) if chunks else torch.empty(0)
             policy_weight = policy.output_weight
             with self.without_adapters():  # where the policy is this engine

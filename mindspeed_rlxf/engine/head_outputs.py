@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mindspeed_rlxf.device.copies import begin_download, upload
+from mindspeed_rlxf.device.copies import upload
 from mindspeed_rlxf.engine.micro_batch import MicroBatch
 from mindspeed_rlxf.engine.train_engine import TokenLogProbs
 from mindspeed_rlxf.models.context_parallel import compute_at
@@ -134,12 +134,12 @@ def _score(head: OutputHead, batch: MicroBatch, hidden: Tensor, places: Tensor) 
 def read_states(head: OutputHead, batch: MicroBatch, hidden: Tensor) -> Tensor:
     """Return the hidden states that predict the trained tokens, [tokens, hidden].
 
-    On the host, where the policy's states of a whole batch wait for the other model's. They are
-    there after `device.synchronize`.
+    On the host, where the policy's states of a whole batch wait for the other model's. In memory
+    that is not pinned: pinned memory stays with the process, and the batch's is large.
     """
     full = head.full_hidden(hidden, partial_gradient=False)
     places = batch.prediction_places(batch.trained_mask)
-    return begin_download(compute_at(full, places, batch.cp, lambda states, _: states))
+    return compute_at(full, places, batch.cp, lambda states, _: states).cpu()
 
 
 def read_log_probs_and_kl(

@@ -16,7 +16,11 @@ def begin_reading_totals(outputs: Sequence[LossOutput]) -> Tensor:
     """
     totals = []
     for name in outputs[0].metrics if outputs else ():
-        totals.append(torch.stack([output.metrics[name].total for output in outputs]))
+        of_outputs = []
+        for output in outputs:
+            # A plugin's may be on the host.
+            of_outputs.append(output.metrics[name].total.to(output.loss.device))
+        totals.append(torch.stack(of_outputs))
     return begin_download(torch.stack(totals)) if totals else torch.empty(0)
 
 

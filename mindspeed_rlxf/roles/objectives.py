@@ -116,7 +116,8 @@ class ClippedObjective:
             ratio = truncated_importance(experience.old_log_probs, rollout, threshold, low)
             advantages = advantages * ratio
         loss = partial(self.loss, experience, advantages, kl_coef)
-        trains_entropy = self.actor.entropy_coeff != 0
+        has_own_loss = type(self).loss is not ClippedObjective.loss  # which may use the entropies
+        trains_entropy = self.actor.entropy_coeff != 0 or has_own_loss
         return PolicyStep(loss, self.actor.logit_temperature, trains_entropy)
 
     def loss(

@@ -105,6 +105,8 @@ BALANCED = {"model.small.num_experts": 4, "model.small.moe_aux_loss_coeff": 0.01
         ({"critic.packed_sequences": False}, [8192, 8192, None]),
         ({"algorithm.loss_normalizer": "micro_batch_mean"}, [None, 8192, None]),
         (BALANCED, [None, 8192, None]),
+        # or would leave stages of a pipeline idle
+        ({"critic.pipeline_model_parallel_size": 2}, [8192, 8192, None]),
     ],
 )
 def test_passes_are_filled_with_tokens_unless_sizes_are_given(make_tree, changes, limits):
@@ -118,10 +120,11 @@ def test_pairs_stay_in_one_pass(make_tree):
         resolve(tree, "test")
 
 
-def test_a_run_that_began_with_one_sample_in_each_pass_goes_on_so(make_tree, tmp_path):
+def test_a_run_that_began_with_samples_in_each_pass_goes_on_so(make_tree, tmp_path):
     """A run of an older version, whose command gives no sizes."""
     folder = {"training.output_dir": str(tmp_path)}
-    earlier = resolve(make_tree({"training.micro_batch_size": 1, **folder}), "test")
+    sizes = {"training.micro_batch_size": 1, "ref.micro_batch_size": 4}
+    earlier = resolve(make_tree({**sizes, **folder}), "test")
     (tmp_path / "config.yaml").write_text(to_yaml(earlier), encoding="utf-8")
     resumed = resolve(make_tree(folder), "test")
     assert limits_of(resumed) == [None, None, None]

@@ -275,3 +275,23 @@ def test_a_mini_batch_whitens_its_own_advantages_by_hand():
     s = 2.5**-0.5
     expected = [[-2 * s, -s, 0.0], [0.0] * 3, [s, 2 * s, 0.0], [0.0] * 3]
     assert_close(advantages, torch.tensor(expected))
+
+
+class AddsEntropy(ClippedObjective):
+    """A plugin's objective, with an entropy term of its own."""
+
+    def loss(self, *words: Any) -> Any:  # type: ignore[override]
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(("objective", "trains"), [(ClippedObjective, False), (AddsEntropy, True)])
+def test_entropies_have_gradients_where_a_loss_may_use_them(
+    objective: type[ClippedObjective], trains: bool
+) -> None:
+    config: Any = SimpleNamespace(
+        algorithm=AlgorithmConfig(), actor_rollout=ActorConfig.model_construct(), roles=[]
+    )
+    none = torch.zeros(1, 0)
+    experience = Experience(none, none.bool(), none, none, none, none, none.bool())
+    step = objective(config, alone).step(rollouts_of([1], [True]), experience, [0], 0.0)
+    assert step.trains_entropy is trains
