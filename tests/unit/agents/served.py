@@ -18,7 +18,7 @@ class Client:
     ) -> http.client.HTTPConnection:
         """Send a request; its answer is read later."""
         assert self.url.hostname is not None
-        connection = http.client.HTTPConnection(self.url.hostname, self.url.port, timeout=20)
+        connection = http.client.HTTPConnection(self.url.hostname, self.url.port, timeout=120)
         connection.request("POST", self.url.path + route, json.dumps(fields), self.headers)
         return connection
 
