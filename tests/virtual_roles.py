@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rlxf.cluster.interface import Reply
-from mindspeed_rlxf.cluster.refs import Piece, RowsRef
+from mindspeed_rlxf.cluster.refs import RankRows, RowsRef
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.roles.reports import GenerateReport, ScoreReport
 from mindspeed_rlxf.roles.rollout import Sampling
@@ -80,7 +80,7 @@ class Call:
     before: list[Call] = field(default_factory=list)
 
     def rows(self) -> RowsRef:
-        return RowsRef((Piece(self, len(self.values)),))
+        return RowsRef((RankRows(self, len(self.values)),))
 
     def result(self) -> list[Any]:
         for call in self.before:

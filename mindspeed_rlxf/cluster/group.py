@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mindspeed_rlxf.cluster.interface import BUILD, Call, Pool, Reply, Request
-from mindspeed_rlxf.cluster.refs import Piece, RowsRef, find_refs, split_refs
+from mindspeed_rlxf.cluster.refs import RankRows, RowsRef, find_refs, split_refs
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.plugins import with_plugins
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
@@ -37,7 +37,7 @@ class Sharded:
     by_replica: Sequence[Any]
 
 
-class Pending:
+class RoleFuture:
     """A submitted role call; `result` waits for its end."""
 
     def __init__(
@@ -56,14 +56,14 @@ class Pending:
         self._replies: list[Reply] | None = None
         self._order: Sequence[int] | None = None
         self._check: Callable[[list[Any]], None] | None = None
-        self._before: list[Pending] = []
+        self._before: list[RoleFuture] = []
 
-    def reorder(self, rows: Sequence[int]) -> Pending:
+    def reorder(self, rows: Sequence[int]) -> RoleFuture:
         """Make `rows` return this selection from the leaders' joined rows; returns self."""
         self._order = rows
         return self
 
-    def after(self, other: Pending) -> Pending:
+    def after(self, other: RoleFuture) -> RoleFuture:
         """Make waits for this call wait for `other` first, whose rows it reads; returns self.
 
         Errors in `other` are raised then; its check (`require`) is not called.
@@ -71,11 +71,11 @@ class Pending:
         self._before.append(other)
         return self
 
-    def with_earlier(self) -> list[Pending]:
+    def with_earlier(self) -> list[RoleFuture]:
         """Return the calls given to `after`, then this call."""
         return [*self._before, self]
 
-    def require(self, check: Callable[[list[Any]], None]) -> Pending:
+    def require(self, check: Callable[[list[Any]], None]) -> RoleFuture:
         """Make `result` call `check` with the reports before returning them; returns self."""
         self._check = check
         return self
@@ -91,7 +91,7 @@ class Pending:
         handles = [self._call.handles[rank] for rank in self._leaders]
         assert None not in counts, f"{handles} returned no rows"
         pieces = zip(handles, counts, strict=True)
-        rows = RowsRef(tuple(Piece(handle, n) for handle, n in pieces if n is not None))
+        rows = RowsRef(tuple(RankRows(handle, n) for handle, n in pieces if n is not None))
         return rows if self._order is None else rows.reordered(self._order)
 
     def in_order(self, values: Sequence[T]) -> list[T]:
@@ -145,11 +145,11 @@ class RoleGroup:
         self.layout = layout
         self.pool = pool
 
-    def build(self, factory: Callable[..., Any], *args: Any) -> Pending:
+    def build(self, factory: Callable[..., Any], *args: Any) -> RoleFuture:
         """Build the role on every rank; each process keeps `factory(*args)`."""
         return self.call(BUILD, *args, factory=with_plugins(factory))
 
-    def call(self, method: Callable[..., Any] | str, *args: Any, **fields: Any) -> Pending:
+    def call(self, method: Callable[..., Any] | str, *args: Any, **fields: Any) -> RoleFuture:
         """Submit a role method to every rank.
 
         Args:
@@ -163,9 +163,9 @@ class RoleGroup:
         names = _name_calls(requests)
         with phase(names[0], prints=False):  # without Ray the work is done here
             call = self.pool.submit(requests)
-        return Pending(call, self.layout.leaders(), num_rows, self.pool.name, names)
+        return RoleFuture(call, self.layout.leaders(), num_rows, self.pool.name, names)
 
-    def call_engine(self, method: Callable[..., Any], *args: Any) -> Pending:
+    def call_engine(self, method: Callable[..., Any], *args: Any) -> RoleFuture:
         """Submit a `TrainEngine` method to every rank's engine; its results are the reports."""
         return self.call(method, *args, of_engine=True)
 
@@ -209,13 +209,13 @@ class RoleGroup:
         return requests, num_rows
 
 
-def submit_together(pool: Pool, *requests_by_subpool: Sequence[Request]) -> Pending:
+def submit_together(pool: Pool, *requests_by_subpool: Sequence[Request]) -> RoleFuture:
     """Submit requests for several sub-pools as one call; their ranks may wait for each other.
 
     Those of a sub-pool come from `RoleGroup.prepare`, in rank order.
     """
     requests = list(itertools.chain.from_iterable(requests_by_subpool))
-    return Pending(pool.submit(requests), [], [], pool.name, _name_calls(requests))
+    return RoleFuture(pool.submit(requests), [], [], pool.name, _name_calls(requests))
 
 
 def _name_calls(requests: Sequence[Request]) -> list[str]:

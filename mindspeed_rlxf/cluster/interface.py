@@ -21,7 +21,7 @@ COLLECTIVE_MARGIN_S = 60.0  # the driver's deadline passes first, and its messag
 
 
 @dataclass(frozen=True)
-class Peer:
+class ColocatedRole:
     """An argument that the worker replaces by another role object in its process."""
 
     role: Role
@@ -30,7 +30,7 @@ class Peer:
 class Request(NamedTuple):
     """A role method call on one rank.
 
-    The rank replaces each RowsRef in `args` by its rows, and each Peer by the role object.
+    The rank replaces each RowsRef in `args` by its rows, and each ColocatedRole by the role object.
     """
 
     role: Role

@@ -19,7 +19,7 @@ Handle = Any  # hashable; what a runtime needs to find the rows again
 Fetch = Callable[[list[Handle]], list[Rows]]
 
 
-class Piece(NamedTuple):
+class RankRows(NamedTuple):
     """Rows returned by one rank."""
 
     handle: Handle
@@ -30,7 +30,7 @@ class Piece(NamedTuple):
 class RowsRef:
     """A reference to the rows in several pieces: all rows, or a selection in any order."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RankRows, ...]
     selection: tuple[int, ...] | None = None  # indices into all pieces' rows; None = all rows
 
     @cached_property
@@ -84,7 +84,7 @@ class RowsRef:
         """Return a reference to all rows in `refs`, in turn; a single ref is returned as it is."""
         if len(refs) == 1:
             return refs[0]
-        pieces: list[Piece] = []
+        pieces: list[RankRows] = []
         selection: list[int] = []
         offset = 0
         for ref in refs:
@@ -106,7 +106,7 @@ class RowsRef:
             return [RowsRef((piece,)) for piece in self.pieces]  # as its replicas returned them
         return [self.take(range(i * size, (i + 1) * size)) for i in range(n)]
 
-    def by_piece(self) -> list[tuple[Piece, list[int], list[int]]]:
+    def by_piece(self) -> list[tuple[RankRows, list[int], list[int]]]:
         """Return (piece, rows, positions) for each piece with a selected row, in piece order.
 
         Rows are indices within the piece; positions are those rows' ascending places in this
@@ -116,7 +116,7 @@ class RowsRef:
         if selection is None:
             selection = range(self.num_rows)
         starts = self._starts
-        entries: list[tuple[Piece, list[int], list[int]]] = [(p, [], []) for p in self.pieces]
+        entries: list[tuple[RankRows, list[int], list[int]]] = [(p, [], []) for p in self.pieces]
         for position, row in enumerate(selection):
             number = bisect_right(starts, row) - 1
             _, rows, positions = entries[number]
@@ -176,7 +176,7 @@ def number_handles(args: Sequence[Any]) -> tuple[tuple[Any, ...], list[Handle]]:
     index: dict[Handle, int] = {}
 
     def number(ref: RowsRef) -> RowsRef:
-        pieces = [Piece(index.setdefault(handle, len(index)), n) for handle, n in ref.pieces]
+        pieces = [RankRows(index.setdefault(handle, len(index)), n) for handle, n in ref.pieces]
         return RowsRef(tuple(pieces), ref.selection)
 
     return tuple(_replace_refs(arg, number) for arg in args), list(index)
@@ -223,5 +223,5 @@ def _field_names(kind: Any) -> tuple[str, ...]:  # of a dataclass
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
-def _first_rows(pieces: Sequence[Piece]) -> list[int]:
+def _first_rows(pieces: Sequence[RankRows]) -> list[int]:
     return list(itertools.accumulate([0, *(piece.num_rows for piece in pieces[:-1])]))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.cluster.errors import WorkerError
-from mindspeed_rlxf.cluster.interface import Peer, Reply, Request
+from mindspeed_rlxf.cluster.interface import ColocatedRole, Reply, Request
 from mindspeed_rlxf.cluster.refs import Fetch, resolve_refs
 from mindspeed_rlxf.config.enums import DeviceKind, Role
 from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
@@ -60,7 +60,9 @@ class RoleHost:
         """
         try:
             args = resolve_refs(request.args, self._fetch)
-            args = [self._get_role(arg.role) if isinstance(arg, Peer) else arg for arg in args]
+            args = [
+                self._get_role(arg.role) if isinstance(arg, ColocatedRole) else arg for arg in args
+            ]
             device.reset_peak_memory()
             flop_counter.take()
             started_at = time.time()  # by the host's clock

@@ -32,7 +32,7 @@ class Turn(NamedTuple):
     text: str
 
 
-class Piece(NamedTuple):
+class TemplateSegment(NamedTuple):
     """A template's special token (or EOS), or the text between two."""
 
     text: str
@@ -138,7 +138,7 @@ TEMPLATES: Mapping[str, Template] = {
 """Name (`--prompt-type`) -> template. Texts of turns are not trimmed."""
 
 
-def render(template: Template, turns: Sequence[Turn]) -> list[Piece]:
+def render(template: Template, turns: Sequence[Turn]) -> list[TemplateSegment]:
     """Render a conversation as a prompt, ending with the header of the next response.
 
     The text between two special tokens is one piece, so it is tokenized as a whole. The template's
@@ -146,15 +146,15 @@ def render(template: Template, turns: Sequence[Turn]) -> list[Piece]:
     """
     system = turns[0].text if turns[0].role == "system" else template.default_system
     has_system = system or turns[0].role == "system"
-    system_pieces: list[Piece] = []
+    system_pieces: list[TemplateSegment] = []
     if has_system:
-        system_pieces = _fill(template, template.system, text=[Piece(system, False)])
+        system_pieces = _fill(template, template.system, text=[TemplateSegment(system, False)])
     pieces = _fill(template, template.start)
     if "{system}" not in template.user:
         pieces += system_pieces
         system_pieces = []
     for role, text in turns:
-        turn_text = [Piece(text, False)]
+        turn_text = [TemplateSegment(text, False)]
         if role == "user":
             pieces += _fill(template, template.user, text=turn_text, system=system_pieces)
             system_pieces = []  # in the first user turn alone
@@ -162,24 +162,26 @@ def render(template: Template, turns: Sequence[Turn]) -> list[Piece]:
             pattern = template.header + template.response + template.separator
             pieces += _fill(template, pattern, text=turn_text)
     pieces += _fill(template, template.header)
-    joined: list[Piece] = []
+    joined: list[TemplateSegment] = []
     for is_token, group in groupby(pieces, key=lambda piece: piece.is_token):
         if is_token:
             joined += group
             continue
         text = "".join(piece.text for piece in group)
         if text:
-            joined.append(Piece(text, False))
+            joined.append(TemplateSegment(text, False))
     return joined
 
 
-def _fill(template: Template, pattern: str, **values: Sequence[Piece]) -> list[Piece]:
-    pieces: list[Piece] = []
+def _fill(
+    template: Template, pattern: str, **values: Sequence[TemplateSegment]
+) -> list[TemplateSegment]:
+    pieces: list[TemplateSegment] = []
     for text in _split_pattern(template.special_tokens, pattern):
         if text in ("{text}", "{system}"):
             pieces += values[text[1:-1]]
         elif text:
-            pieces.append(Piece(text, text == EOS or text in template.special_tokens))
+            pieces.append(TemplateSegment(text, text == EOS or text in template.special_tokens))
     return pieces
 
 

@@ -18,7 +18,7 @@ COLUMNS = 2
 
 
 @dataclass(frozen=True)
-class Piece:
+class FileTensor:
     """A tensor in a file, and its place in a parameter.
 
     Attributes:
@@ -57,16 +57,16 @@ def stored_tensors(model: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def find_pieces(model: Any) -> dict[str, tuple[Piece, ...]]:
+def find_pieces(model: Any) -> dict[str, tuple[FileTensor, ...]]:
     """Map each of the model's `stored_tensors`, by name, to the tensors of its file.
 
     Raises:
-        ValueError: transformers converts a parameter in a way other than `Piece` can say.
+        ValueError: transformers converts a parameter in a way other than `FileTensor` can say.
     """
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # transformers 4, whose parameters are as in files
-        return {name: (Piece(name),) for name in stored_tensors(model)}
+        return {name: (FileTensor(name),) for name in stored_tensors(model)}
     small = {}
     starts = []  # first element of each small tensor
     count = 0
@@ -78,7 +78,7 @@ def find_pieces(model: Any) -> dict[str, tuple[Piece, ...]]:
         starts.append(count)
         count += size
     names = list(small)
-    pieces_of_parameter: dict[str, list[Piece]] = {name: [] for name in names}
+    pieces_of_parameter: dict[str, list[FileTensor]] = {name: [] for name in names}
     for stored, tensor in revert_weight_conversion(model, dict(small)).items():
         first_element = tensor.flatten()[0].long()
         name = names[int(torch.searchsorted(torch.tensor(starts), first_element, right=True)) - 1]
@@ -95,7 +95,7 @@ def find_pieces(model: Any) -> dict[str, tuple[Piece, ...]]:
     return {name: tuple(pieces) for name, pieces in pieces_of_parameter.items()}
 
 
-def _match(name: str, tensor: Tensor, parameter: Tensor) -> Iterator[Piece]:
+def _match(name: str, tensor: Tensor, parameter: Tensor) -> Iterator[FileTensor]:
     experts = [None, *range(len(parameter))] if parameter.dim() == 3 else [None]
     if parameter.dim() == 3 and tensor.dim() < 3:  # which expert is known by the first element
         within = int(tensor.flatten()[0] - parameter.flatten()[0])
@@ -105,6 +105,6 @@ def _match(name: str, tensor: Tensor, parameter: Tensor) -> Iterator[Piece]:
             for index in range(num_ranges):
                 for transposed in (False, True):
                     transposes = transposed and tensor.dim() > 1
-                    piece = Piece(name, expert, index, num_ranges, transposes)
+                    piece = FileTensor(name, expert, index, num_ranges, transposes)
                     if torch.equal(piece.view(parameter), tensor):  # False for other shapes
                         yield piece

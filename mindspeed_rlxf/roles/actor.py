@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mindspeed_rlxf.algorithms.kl import kl_per_token
 from mindspeed_rlxf.algorithms.losses import LossOutput, Mean, PolicyLoss, truncated_importance
-from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded
+from mindspeed_rlxf.cluster.group import RoleFuture, RoleGroup, Sharded
 from mindspeed_rlxf.cluster.interface import Pool, SubPool
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.enums import KlPenalty, OldLogProbs, Role, Stage
@@ -46,11 +46,11 @@ class ActorGroup:
         trains = SubPool(pool, 0, split[0]) if split else pool
         self.group = RoleGroup(Role.ACTOR_ROLLOUT, layout, trains)
 
-    def build(self) -> Pending:
+    def build(self) -> RoleFuture:
         """Submit the role's construction and weight loading."""
         return self.group.build(role_factory(Role.ACTOR_ROLLOUT, ActorRole), self.run)
 
-    def log_probs(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
+    def log_probs(self, rollouts: RowsRef, lengths: Lengths) -> RoleFuture:
         """Submit the actor's log-probs. Rows: LogProbs. Reports: LogProbReport.
 
         `lengths` is called, and waits for the responses, only if work is balanced by length.
@@ -64,7 +64,7 @@ class ActorGroup:
         pending = self.group.call(ActorRole.describe, rollouts.take(rows))
         return [text for report in pending.result() for text in report][:count]
 
-    def make_experience(self, inputs: ExperienceInputs) -> Pending:
+    def make_experience(self, inputs: ExperienceInputs) -> RoleFuture:
         """Submit rewards and advantages without a critic. Rows: Experience."""
         return self.group.call(ActorRole.make_experience, inputs)
 
@@ -75,7 +75,7 @@ class ActorGroup:
         lengths: Lengths,
         iteration: int,
         kl_coef: float,
-    ) -> Pending:
+    ) -> RoleFuture:
         """Submit an optimizer step per mini-batch and epoch, then a learning-rate update.
 
         In online DPO a pair's two responses stay together. The seed and `iteration` determine how

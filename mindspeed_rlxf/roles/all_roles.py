@@ -1,8 +1,8 @@
 """All roles in a run, as the driver calls them.
 
-Each role file has the driver's group above the workers' class. Methods that return `Pending` submit
-a call without waiting; their docstrings name the row type (`Pending.rows()`) and the report type
-(`Pending.result()`).
+Each role file has the driver's group above the workers' class. Methods that return `RoleFuture`
+submit a call without waiting; their docstrings name the row type (`RoleFuture.rows()`) and the
+report type (`RoleFuture.result()`).
 """
 
 from __future__ import annotations

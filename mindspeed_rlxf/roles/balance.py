@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_rlxf.cluster.group import Pending, RoleGroup
+from mindspeed_rlxf.cluster.group import RoleFuture, RoleGroup
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.roles import LearningConfig
@@ -46,11 +46,11 @@ def call_balanced(
     rollouts: RowsRef,
     lengths: Lengths,
     *args: Any,
-) -> Pending:
+) -> RoleFuture:
     """Submit a row-wise method with equal work for each replica.
 
     Waits for `lengths` first, unless `_estimate_costs` returns None: replicas then get equal
-    contiguous shards. `Pending.rows` keeps the order in `rollouts`; reports are not reordered.
+    contiguous shards. `RoleFuture.rows` keeps the order in `rollouts`; reports are not reordered.
     `args` are the same for all replicas.
     """
     unit = config.shared_samples(group.role, rollouts.num_rows // group.layout.dp)

@@ -5,7 +5,7 @@ from functools import partial
 from torch import Tensor
 
 from mindspeed_rlxf.algorithms.losses import LossOutput, clipped_value_loss, normalised_loss
-from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded
+from mindspeed_rlxf.cluster.group import RoleFuture, RoleGroup, Sharded
 from mindspeed_rlxf.cluster.interface import Pool
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.enums import Role
@@ -28,21 +28,21 @@ class CriticGroup:
         self.run, self.config, self.seed = config, config.value_model, config.training.seed
         self.group = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pool)
 
-    def build(self) -> Pending:
+    def build(self) -> RoleFuture:
         """Submit the role's construction and weight loading."""
         return self.group.build(role_factory(Role.CRITIC, CriticRole), self.run)
 
-    def values(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
+    def values(self, rollouts: RowsRef, lengths: Lengths) -> RoleFuture:
         """Submit the critic's values. Rows: Values."""
         return call_balanced(self.run, self.group, CriticRole.values, rollouts, lengths)
 
-    def make_experience(self, inputs: ExperienceInputs) -> Pending:
+    def make_experience(self, inputs: ExperienceInputs) -> RoleFuture:
         """Submit rewards and advantages. Rows: Experience. Reports: ExperienceReport."""
         return self.group.call(CriticRole.make_experience, inputs)
 
     def update_critic(
         self, rollouts: RowsRef, experience: RowsRef, lengths: Lengths, iteration: int
-    ) -> Pending:
+    ) -> RoleFuture:
         """Submit an optimizer step per mini-batch and epoch, as `ActorGroup.update_policy`."""
         orders = mini_batch_order(
             rollouts.num_rows,

@@ -2,8 +2,8 @@
 
 from contextlib import nullcontext
 
-from mindspeed_rlxf.cluster.group import Pending, RoleGroup
-from mindspeed_rlxf.cluster.interface import Peer, Pool, SubPool
+from mindspeed_rlxf.cluster.group import RoleFuture, RoleGroup
+from mindspeed_rlxf.cluster.interface import ColocatedRole, Pool, SubPool
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.enums import KlPenalty, Role
 from mindspeed_rlxf.config.schema import RunConfig
@@ -23,12 +23,12 @@ class ReferenceGroup:
         shared = SubPool(pool, 0, trains[0]) if trains else pool
         self.group = RoleGroup(Role.REF, config.layout(Role.REF), shared)
 
-    def build(self) -> Pending:
+    def build(self) -> RoleFuture:
         """Submit the role's construction and weight loading, after the actor's."""
-        shared = [Peer(Role.ACTOR_ROLLOUT)] if self.run.shares_reference else []
+        shared = [ColocatedRole(Role.ACTOR_ROLLOUT)] if self.run.shares_reference else []
         return self.group.build(role_factory(Role.REF, ReferenceRole), self.run, *shared)
 
-    def log_probs(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
+    def log_probs(self, rollouts: RowsRef, lengths: Lengths) -> RoleFuture:
         """Submit the reference's log-probs.
 
         Rows: LogProbs; with `algorithm.kl_penalty: full` LogProbsWithKl with the KL to the actor
@@ -36,7 +36,7 @@ class ReferenceGroup:
         """
         group = self.run, self.group
         if self.run.algorithm.kl_penalty is KlPenalty.FULL:
-            method, actor = ReferenceRole.log_probs_with_kl, Peer(Role.ACTOR_ROLLOUT)
+            method, actor = ReferenceRole.log_probs_with_kl, ColocatedRole(Role.ACTOR_ROLLOUT)
             return call_balanced(*group, method, rollouts, lengths, actor)
         return call_balanced(*group, ReferenceRole.log_probs, rollouts, lengths)
 

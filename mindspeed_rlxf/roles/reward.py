@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded
+from mindspeed_rlxf.cluster.group import RoleFuture, RoleGroup, Sharded
 from mindspeed_rlxf.cluster.interface import Pool
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.enums import RewardKind, Role
@@ -69,7 +69,7 @@ class RewardGroup:
             else RoleGroup(Role.REWARD, config.layout(Role.REWARD), pool)
         )
 
-    def build(self) -> list[Pending]:
+    def build(self) -> list[RoleFuture]:
         """Submit the construction on the reward's own ranks, if there are any."""
         return (
             []
@@ -77,11 +77,11 @@ class RewardGroup:
             else [self.group.build(role_factory(Role.REWARD, RewardRole), self.run)]
         )
 
-    def score(self, rollouts: RowsRef, is_batch: bool = True) -> Pending:
+    def score(self, rollouts: RowsRef, is_batch: bool = True) -> RoleFuture:
         """Submit the responses for scoring. Rows: Scores. Reports: ScoreReport per replica.
 
-        With functions beside a model, the scorers go first and the model adds its scores. The
-        reports' samples are in the order of `rollouts` after `Pending.in_order`. Of a whole batch
+        With functions beside a model, the scorers go first and the model adds its scores. After
+        `RoleFuture.in_order` the reports' samples are in the order of `rollouts`. Of a whole batch
         (`is_batch`) `result` raises RewardsFailed if too many samples have no score; the caller
         checks the parts of one (`check_failures`).
         """
@@ -94,7 +94,7 @@ class RewardGroup:
         both.after(scored)
         return both.require(self._check) if is_batch else both
 
-    def _call_model(self, method: Callable[..., Any], *rows: RowsRef) -> Pending:
+    def _call_model(self, method: Callable[..., Any], *rows: RowsRef) -> RoleFuture:
         """Call the reward's own ranks; some rows are scored twice if the ranks do not divide them.
 
         With `algorithm.filter_groups` any number of groups is scored at once.
@@ -107,7 +107,7 @@ class RewardGroup:
         pending = self.group.call(method, *(each.take(padded) for each in rows))
         return pending.reorder(range(count))
 
-    def score_by_rule(self, rollouts: RowsRef) -> Pending:
+    def score_by_rule(self, rollouts: RowsRef) -> RoleFuture:
         """Submit scoring by rules or functions alone, even if the reward is a model.
 
         Reports include the answers found in the responses.
@@ -116,7 +116,7 @@ class RewardGroup:
             return self._score_by_functions(rollouts, True).require(self._check)
         return self.group.call(RewardRole.score_by_rule, rollouts, True)
 
-    def _score_by_functions(self, rollouts: RowsRef, validates: bool = False) -> Pending:
+    def _score_by_functions(self, rollouts: RowsRef, validates: bool = False) -> RoleFuture:
         assert self.scorers is not None
         is_whole = (
             len(rollouts.pieces) == self.scorers.layout.dp

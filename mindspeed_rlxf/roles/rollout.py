@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded, submit_together
-from mindspeed_rlxf.cluster.interface import Peer, Pool, SubPool
+from mindspeed_rlxf.cluster.group import RoleFuture, RoleGroup, Sharded, submit_together
+from mindspeed_rlxf.cluster.interface import ColocatedRole, Pool, SubPool
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.agent_record import find_record
@@ -72,14 +72,16 @@ class RolloutGroup:
         # (sample id, sampling) -> replica that generates it, until it is forgotten
         self._replica_of: dict[tuple[int, Sampling], int] = {}
 
-    def build(self, eos_token_ids: Sequence[int], scored: bool = False, logs: str = "") -> Pending:
+    def build(
+        self, eos_token_ids: Sequence[int], scored: bool = False, logs: str = ""
+    ) -> RoleFuture:
         """Submit the role's construction, after the actor's and the scorers'.
 
         It shares the actor's processes and weights, unless placement is disaggregated. `scored`
         responses go to the scorers in the same processes. Servers log into the folder `logs`.
         """
-        actor = None if self.run.train_rollout_split else Peer(Role.ACTOR_ROLLOUT)
-        scorer = Peer(Role.SCORER) if scored else None
+        actor = None if self.run.train_rollout_split else ColocatedRole(Role.ACTOR_ROLLOUT)
+        scorer = ColocatedRole(Role.SCORER) if scored else None
         ends, factory = tuple(eos_token_ids), role_factory(Role.ROLLOUT, RolloutRole)
         return self.group.build(factory, self.run, ends, actor, scorer, logs)
 
@@ -156,7 +158,7 @@ class RolloutGroup:
 
     def generate(
         self, prompts: Prompts, seed: int, sampling: Sampling = Sampling.TRAINING
-    ) -> Pending:
+    ) -> RoleFuture:
         """Submit a response to each prompt. Rows: Rollouts. Reports: GenerateReport.
 
         Waits for servers: after a failure they get the weights again, and the prompts.
@@ -170,7 +172,9 @@ class RolloutGroup:
             call = self.group.call(RolloutRole.generate, parts, seed, sampling)
         return call
 
-    def add(self, prompts: Prompts, seed: int, sampling: Sampling = Sampling.TRAINING) -> Pending:
+    def add(
+        self, prompts: Prompts, seed: int, sampling: Sampling = Sampling.TRAINING
+    ) -> RoleFuture:
         """Submit prompts to the replicas' queues. No rows, no report."""
         rows_of: list[list[int]] = [[] for _ in range(self.group.layout.dp)]
         for row, replica in enumerate(self._choose_replicas(prompts)):
@@ -196,7 +200,7 @@ class RolloutGroup:
         distinct = list(dict.fromkeys(prompt_of))
         return [distinct.index(prompt) * dp // len(distinct) for prompt in prompt_of]
 
-    def advance(self, steps: int | None) -> Pending:
+    def advance(self, steps: int | None) -> RoleFuture:
         """Submit a slice of `steps` decode steps; None = until nothing is left.
 
         Reports: SliceReport per replica; waiting for them sets `server_has_failed`.
@@ -206,10 +210,10 @@ class RolloutGroup:
     def _note_failures(self, reports: list[SliceReport]) -> None:
         self.server_has_failed |= any(report.server_has_failed for report in reports)
 
-    def take(self, sample_ids: Sequence[int], sampling: Sampling = Sampling.TRAINING) -> Pending:
+    def take(self, sample_ids: Sequence[int], sampling: Sampling = Sampling.TRAINING) -> RoleFuture:
         """Ask for ended samples. Rows: Rollouts, in this order. Reports: GenerateReport.
 
-        The reports have the samples of each replica in this order (`Pending.in_order`). The
+        The reports have the samples of each replica in this order (`RoleFuture.in_order`). The
         replicas keep the samples until `forget`.
         """
         rows_of: list[list[int]] = [[] for _ in range(self.group.layout.dp)]
@@ -222,18 +226,18 @@ class RolloutGroup:
             return pending
         return pending.reorder(sorted(range(len(joined)), key=joined.__getitem__))
 
-    def withdraw(self) -> Pending:
+    def withdraw(self) -> RoleFuture:
         """Ask the engines to drop what is unfinished; it goes on in the next slice."""
         return self.group.call(RolloutRole.withdraw)
 
-    def forget(self, sample_ids: Sequence[int]) -> Pending:
+    def forget(self, sample_ids: Sequence[int]) -> RoleFuture:
         """Have the replicas forget ended samples, their greedy responses and their scores."""
         for sample_id in sample_ids:
             for sampling in Sampling:
                 self._replica_of.pop((sample_id, sampling), None)
         return self.group.call(RolloutRole.forget, list(sample_ids))
 
-    def save_ahead(self, folder: Path) -> Pending:
+    def save_ahead(self, folder: Path) -> RoleFuture:
         """Have each replica write what it knows; comes after `forget`.
 
         Reports: manifest entries, with paths relative to `folder`.
@@ -241,7 +245,7 @@ class RolloutGroup:
         replicas = Sharded(list(range(self.group.layout.dp)))
         return self.group.call(RolloutRole.save_ahead, folder, replicas)
 
-    def load_ahead(self, folder: Path) -> Pending:
+    def load_ahead(self, folder: Path) -> RoleFuture:
         """Have all ranks read what `save_ahead` wrote in any layout, for samples added later."""
         return self.group.call(RolloutRole.load_ahead, folder)
 

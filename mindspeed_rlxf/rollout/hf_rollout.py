@@ -22,7 +22,7 @@ from mindspeed_rlxf.config.schema import ActorConfig
 from mindspeed_rlxf.models.adapter_parameters import A, B
 from mindspeed_rlxf.models.heads import fp32_linear
 from mindspeed_rlxf.models.hf_adapters import linear_modules
-from mindspeed_rlxf.models.hf_names import Piece, find_pieces, stored_tensors
+from mindspeed_rlxf.models.hf_names import FileTensor, find_pieces, stored_tensors
 from mindspeed_rlxf.rollout.rollout_engine import (
     FinishReason,
     GenerationRequest,
@@ -54,7 +54,7 @@ class TransformersRollout:
         self.base_names = {*self._places}  # of the tensors in a folder of the model
         self._has_base = False  # whether a whole model was sent
         for name in attach_adapters(self.model, actor.lora):
-            self._places[name] = name, Piece(name)
+            self._places[name] = name, FileTensor(name)
         self.max_rows = actor.num_samples_per_step or MOST_ROWS
         self._stats = GenerationStats()
         self._version: int | None = None

@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 
 from mindspeed_rlxf.algorithms.estimators import groups_that_differ
-from mindspeed_rlxf.cluster.group import Pending
+from mindspeed_rlxf.cluster.group import RoleFuture
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.mini_batches import sample_flops
 from mindspeed_rlxf.engine.flop_counter import Work
@@ -270,7 +270,7 @@ def _summary(values: Sequence[int]) -> Summary:
     return Summary(len(values), float(sum(values)), float(max(values)), float(min(values)))
 
 
-Phases = Mapping[str, Sequence[Pending]]
+Phases = Mapping[str, Sequence[RoleFuture]]
 """Name of a phase, as in `timing/<phase>` -> the calls of that phase."""
 
 

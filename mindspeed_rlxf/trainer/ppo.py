@@ -8,7 +8,7 @@ from typing import Any
 from mindspeed_rlxf.algorithms.kl import KlController
 from mindspeed_rlxf.checkpoint import lock
 from mindspeed_rlxf.checkpoint.checkpoints import RunCheckpoints
-from mindspeed_rlxf.cluster.group import Pending
+from mindspeed_rlxf.cluster.group import RoleFuture
 from mindspeed_rlxf.cluster.refs import as_rows_field
 from mindspeed_rlxf.config.enums import OldLogProbs, Role
 from mindspeed_rlxf.config.schema import RunConfig
@@ -44,7 +44,7 @@ class Iteration:
     """
 
     samples: Samples
-    phases: dict[str, list[Pending]]
+    phases: dict[str, list[RoleFuture]]
     measured: dict[str, float]
     all_s: float
     driver: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class PpoTrainer:
 
             phases = self._make_experience(samples)
             rollouts, experience = samples.rollouts, phases["adv"].rows()
-            updates: dict[str, Pending] = {}
+            updates: dict[str, RoleFuture] = {}
             if self.critic and self.iteration <= self.config.critic_iters:
                 updates["update_critic"] = self.critic.update_critic(
                     rollouts, experience, samples.responses, self.iteration
@@ -149,10 +149,10 @@ class PpoTrainer:
             self._run_hooks(finished)
         self.checkpoints.settle(self.recorder.note)
 
-    def _make_experience(self, samples: Samples) -> dict[str, Pending]:
+    def _make_experience(self, samples: Samples) -> dict[str, RoleFuture]:
         """Start log-probs, values and the experience; return the calls by phase (`adv`: rows)."""
         rollouts, lengths = samples.rollouts, samples.responses
-        calls: dict[str, Pending] = {}
+        calls: dict[str, RoleFuture] = {}
         if self._recompute:
             calls["old_log_prob"] = self.actor.log_probs(rollouts, lengths)
         if self.ref:
@@ -179,7 +179,7 @@ class PpoTrainer:
         return {**calls, "adv": experience}
 
     def _measure(
-        self, samples: Samples, phases: dict[str, Pending], updates: dict[str, Pending]
+        self, samples: Samples, phases: dict[str, RoleFuture], updates: dict[str, RoleFuture]
     ) -> dict[str, float]:
         """Wait for the updates; return the metrics of samples, experience and updates.
 
@@ -210,7 +210,7 @@ class PpoTrainer:
                 self.kl.update(measured["critic/kl"], self.config.samples_per_iteration)
         return measured | self._measure_lead(samples, [phases["adv"], *updates.values()])
 
-    def _measure_lead(self, samples: Samples, training: list[Pending]) -> dict[str, float]:
+    def _measure_lead(self, samples: Samples, training: list[RoleFuture]) -> dict[str, float]:
         """Return how old the samples are, and whether training or generation waited."""
         measured: dict[str, float] = {}
         if self.config.rollout.max_staleness:

@@ -12,7 +12,7 @@ import torch
 
 from mindspeed_rlxf.algorithms.advantages import shape_scores
 from mindspeed_rlxf.algorithms.estimators import groups_that_differ
-from mindspeed_rlxf.cluster.group import Pending
+from mindspeed_rlxf.cluster.group import RoleFuture
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts
@@ -22,7 +22,7 @@ from mindspeed_rlxf.roles.reports import GenerateReport, ResponseLengths, ScoreR
 from mindspeed_rlxf.roles.reward import check_failures
 from mindspeed_rlxf.roles.rollout import Sampling
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
-from mindspeed_rlxf.trainer.stream import Batch, Group, GroupStream
+from mindspeed_rlxf.trainer.stream import Group, GroupBatch, GroupStream
 
 T = TypeVar("T")
 
@@ -32,8 +32,8 @@ class Scored:
     """Groups whose rows were taken from the generating ranks, and the call that scores them."""
 
     groups: list[Group]
-    taken: Pending
-    scored: Pending
+    taken: RoleFuture
+    scored: RoleFuture
 
     def lengths(self) -> ResponseLengths:
         """Wait for the rows; return each sample's lengths and EOS flag."""
@@ -73,8 +73,8 @@ class Samples:
         greedy: For ReMax, the greedy responses: one for each group.
     """
 
-    batch: Batch
-    taken: Pending
+    batch: GroupBatch
+    taken: RoleFuture
     scored: list[Scored]
     rows: list[int]
     passed_rows: list[int]
@@ -219,9 +219,9 @@ class SampleStream:
         self._draws_greedy = self.algorithm.estimator.reads_greedy and self.staleness > 0
         self._scored: dict[int, Scored] = {}  # by first sample id, of groups in the stream
         self._due: list[Group] = []  # ended in the last slice, scores are read after the next one
-        self._calls: dict[str, list[Pending]] = {"gen": [], "reward": []}
-        self._takes: list[Pending] = []  # calls that took rows since `pop_sync_s`
-        self._slice: Pending | None = None  # the last one
+        self._calls: dict[str, list[RoleFuture]] = {"gen": [], "reward": []}
+        self._takes: list[RoleFuture] = []  # calls that took rows since `pop_sync_s`
+        self._slice: RoleFuture | None = None  # the last one
         self.ended = time.time()  # end of the last slice, epoch seconds
 
     def generate(self, batches_left: int) -> bool:
@@ -274,7 +274,7 @@ class SampleStream:
         self._note(self.rollout.forget(samples.passed_ids()))
         return samples
 
-    def pop_calls(self) -> dict[str, list[Pending]]:
+    def pop_calls(self) -> dict[str, list[RoleFuture]]:
         """Return the generation (`gen`) and scoring (`reward`) calls since the last time.
 
         A batch that was complete when it was asked for may need no scoring.
@@ -303,7 +303,7 @@ class SampleStream:
             "rollout/alike_groups": float(samples.batch.num_equal),
         }
 
-    def _note(self, call: Pending) -> Pending:
+    def _note(self, call: RoleFuture) -> RoleFuture:
         self._calls["gen"].append(call)
         return call
 
@@ -319,7 +319,7 @@ class SampleStream:
             rows = prompts.select(range(first, first + size))
             self.stream.add([Group.draw(rows, self._draws_greedy)])
 
-    def _note_slice(self, call: Pending) -> None:
+    def _note_slice(self, call: RoleFuture) -> None:
         """Note what a slice has ended; with `filter_groups` also whose scores are equal."""
         ended = self._note_ended(call) if self._reads_slices else self._end_everything()
         if not self.algorithm.filter_groups:
@@ -335,7 +335,7 @@ class SampleStream:
             group.unfinished.clear()
         return ended
 
-    def _note_ended(self, call: Pending) -> list[Group]:
+    def _note_ended(self, call: RoleFuture) -> list[Group]:
         """Note what a slice has ended; return the groups that have, in the stream's order.
 
         Asks for greedy responses where all samples have ended.
@@ -368,14 +368,14 @@ class SampleStream:
             self._scored |= {group.first_id: scored for group in groups}
         return scored
 
-    def _take(self, sample_ids: list[int], sampling: Sampling) -> Pending:
+    def _take(self, sample_ids: list[int], sampling: Sampling) -> RoleFuture:
         taken = self._note(self.rollout.take(sample_ids, sampling))
         if self._slice is not None:
             taken.after(self._slice)  # so that an error of generation is named as its own
         self._takes.append(taken)
         return taken
 
-    def _start_scoring(self, groups: list[Group], taken: Pending) -> Scored:
+    def _start_scoring(self, groups: list[Group], taken: RoleFuture) -> Scored:
         is_batch = not self.algorithm.filter_groups
         scored = self.reward.score(taken.rows(), is_batch)
         self._calls["reward"] += scored.with_earlier()
@@ -404,12 +404,12 @@ class SampleStream:
             passed_failures = [failures[row] for row in passed_rows]
             check_failures(passed_failures, self.config.reward.max_failed)
 
-    def _check_agents(self, taken: Pending) -> None:
+    def _check_agents(self, taken: RoleFuture) -> None:
         """Wait for rows; raise RewardsFailed if the agents of too many have failed."""
         failures = [failure for report in taken.result() for failure in report.agent_failures]
         check_failures(failures, self.config.reward.max_failed)
 
-    def _pop_scored(self, batch: Batch) -> list[Scored]:
+    def _pop_scored(self, batch: GroupBatch) -> list[Scored]:
         """Return the calls that scored a batch, each once, and forget them for its groups."""
         calls = [self._scored.pop(group.first_id) for group in batch.passed]
         return list(dict.fromkeys(calls))
@@ -465,7 +465,7 @@ def _find_rows(scored: Sequence[Scored], groups: Sequence[Group]) -> list[int]:
     return [rows_by_id[i] for group in groups for i in group.prompts.sample_ids]
 
 
-def _joined(call: Pending, columns: Iterable[Sequence[T]]) -> list[T]:
+def _joined(call: RoleFuture, columns: Iterable[Sequence[T]]) -> list[T]:
     """Return one value for each row of a call, in the order of its rows."""
     return call.in_order([value for column in columns for value in column])
 

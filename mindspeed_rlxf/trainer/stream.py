@@ -64,7 +64,7 @@ class Group:
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class GroupBatch:
     """The groups of one iteration.
 
     Attributes:
@@ -164,7 +164,7 @@ class GroupStream:
                 num_differing = num_groups = 0
         return num_batches, num_differing, num_groups
 
-    def find_batch(self) -> Batch | None:
+    def find_batch(self) -> GroupBatch | None:
         """Return the next batch, None if it is not complete; the groups stay in the stream."""
         passed: list[Group] = []
         num_differing = 0
@@ -175,9 +175,9 @@ class GroupStream:
             passed.append(group)
             num_differing += not group.has_equal_scores
             if num_differing == self.batch_size:
-                return Batch([each for each in passed if not each.has_equal_scores], passed)
+                return GroupBatch([each for each in passed if not each.has_equal_scores], passed)
             if len(passed) == self.max_groups:
-                return Batch(self._fill(passed, self.batch_size - num_differing), passed)
+                return GroupBatch(self._fill(passed, self.batch_size - num_differing), passed)
         return None
 
     def _fill(self, passed: list[Group], num_filled: int) -> list[Group]:
@@ -190,7 +190,7 @@ class GroupStream:
                 chosen.append(group)
         return chosen
 
-    def pop(self, batch: Batch) -> None:
+    def pop(self, batch: GroupBatch) -> None:
         """Remove a batch of `find_batch`."""
         for group in batch.passed:
             assert self.groups[0] is group, "batches are trained in the order of drawing"

@@ -14,7 +14,7 @@ import pytest
 from mindspeed_rlxf.agents.endpoint import Endpoint
 from mindspeed_rlxf.agents.gateway import open_endpoint
 from mindspeed_rlxf.agents.session import AGENTS, Session
-from mindspeed_rlxf.cluster.interface import Peer
+from mindspeed_rlxf.cluster.interface import ColocatedRole
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RolloutConfig
 from mindspeed_rlxf.data.batch import RoleOutput
@@ -297,7 +297,7 @@ def talk(
     pool = runtime.create_pools({"main": [size]})["main"]
     eos = [3, 8, 14]
     actor, rollout = build_policy(config, pool, eos)
-    peer = Peer(Role.ACTOR_ROLLOUT)
+    peer = ColocatedRole(Role.ACTOR_ROLLOUT)
     rollout.group.build(WatchedRollout, config, tuple(eos), peer, None).result()
     rollout._version = None
     rollout.update_weights(actor, 0)

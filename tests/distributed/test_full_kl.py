@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mindspeed_rlxf.cluster.group import Sharded
-from mindspeed_rlxf.cluster.interface import Peer
+from mindspeed_rlxf.cluster.interface import ColocatedRole
 from mindspeed_rlxf.config.enums import KlPenalty, RewardKind, Role
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.roles.actor import ActorRole
@@ -50,7 +50,9 @@ def test_kl_is_the_sum_over_the_vocabulary(warm_runtime: Any, tmp_path: Path, la
     build_group(warm_runtime, layout, ActorRole, config)
     ref = build_group(warm_runtime, layout, ReportingReference, config, role=Role.REF)
     rollouts = make_rollouts()
-    call = ref.call(ReportingReference.report_kl, Sharded([rollouts]), Peer(Role.ACTOR_ROLLOUT))
+    call = ref.call(
+        ReportingReference.report_kl, Sharded([rollouts]), ColocatedRole(Role.ACTOR_ROLLOUT)
+    )
     kl, log_probs = call.result()[0]
     for row, (prompt, tokens) in enumerate(sequences(rollouts)):
         count = len(tokens)

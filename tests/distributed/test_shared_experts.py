@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mindspeed_rlxf.cluster.group import Sharded
-from mindspeed_rlxf.cluster.interface import Peer
+from mindspeed_rlxf.cluster.interface import ColocatedRole
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput
@@ -120,7 +120,7 @@ def build(runtime: Any, folder: Path, architecture: Any, size: int, keys: Any) -
     config = run_config(folder, folder, architecture, keys, pool=size, actor_rollout=rows)
     pool = runtime.create_pools({"main": [size]})["main"]
     actor, rollout = build_policy(config, pool, EOS)
-    peer = Peer(Role.ACTOR_ROLLOUT)
+    peer = ColocatedRole(Role.ACTOR_ROLLOUT)
     rollout.group.build(WatchedRollout, config, tuple(EOS), peer, None).result()
     rollout._version = None
     rollout.update_weights(actor, 0)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.cluster.interface import Peer
+from mindspeed_rlxf.cluster.interface import ColocatedRole
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RuntimeConfig
 from mindspeed_rlxf.data.batch import RoleOutput
@@ -198,7 +198,9 @@ def score_by_native_engine(
         folder, folder, ARCHITECTURE, training={"seq_length": 400}, actor_rollout=lengths
     )
     actor, rollout = build_policy(config, runtime.create_pools({"main": [1]})["main"], [3])
-    rollout.group.build(NativeScorer, config, (3,), Peer(Role.ACTOR_ROLLOUT), None).result()
+    rollout.group.build(
+        NativeScorer, config, (3,), ColocatedRole(Role.ACTOR_ROLLOUT), None
+    ).result()
     rollout._version = None
     rollout.update_weights(actor, 0)
     [log_probs] = rollout.group.call(NativeScorer.score_all, prompts, responses).result()

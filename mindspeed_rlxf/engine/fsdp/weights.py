@@ -15,7 +15,7 @@ from mindspeed_rlxf.config.schema import RoleConfig
 from mindspeed_rlxf.engine.fsdp.model import build
 from mindspeed_rlxf.models.adapter_parameters import A, B, initial_values, merge
 from mindspeed_rlxf.models.hf_adapters import OUTPUT, inject, is_adapter, plain_name
-from mindspeed_rlxf.models.hf_names import Piece, find_pieces, stored_tensors
+from mindspeed_rlxf.models.hf_names import FileTensor, find_pieces, stored_tensors
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.weights.chunks import StoredTensor, StoredWeights, whole
 from mindspeed_rlxf.weights.hf_folder import open_hf_folder
@@ -24,7 +24,7 @@ from mindspeed_rlxf.weights.tensor_checks import tensor_problems
 SCORE = "score.weight"
 WRAPPED = "model.language_model."  # prefix in folders of models that also see images
 
-Pieces = dict[str, tuple[Piece, ...]]
+Pieces = dict[str, tuple[FileTensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def pieces_of(model: Any, head: Head) -> Pieces:
     """Return `find_pieces` with the score head's name in files. Raises ValueError."""
     pieces = find_pieces(model)
     if head is Head.SCORE:
-        pieces[OUTPUT] = (Piece(SCORE),)
+        pieces[OUTPUT] = (FileTensor(SCORE),)
     return pieces
 
 
@@ -197,7 +197,7 @@ def gather_on_first_rank(shards: Iterable[TensorShard]) -> dict[str, Tensor]:
     return tensors
 
 
-def _copy_rows(shard: TensorShard, piece: Piece, stored: StoredTensor) -> None:
+def _copy_rows(shard: TensorShard, piece: FileTensor, stored: StoredTensor) -> None:
     rows = range(shard.start, shard.start + len(shard.local))
     chunk = whole(stored.shape)
     if piece.expert is not None:

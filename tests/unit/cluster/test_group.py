@@ -7,7 +7,7 @@ import pytest
 
 from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
 from mindspeed_rlxf.cluster.interface import Reply, Request, SubPool
-from mindspeed_rlxf.cluster.refs import Piece, RowsRef
+from mindspeed_rlxf.cluster.refs import RankRows, RowsRef
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.data.batch import RoleOutput
@@ -54,7 +54,7 @@ def make_group(world_size: int, tp: int, pp: int) -> tuple[RoleGroup, RecordingP
 
 
 def ref(*sizes: int) -> RowsRef:
-    return RowsRef(tuple(Piece(f"piece {i}", size) for i, size in enumerate(sizes)))
+    return RowsRef(tuple(RankRows(f"piece {i}", size) for i, size in enumerate(sizes)))
 
 
 def test_rows_are_split_by_data_parallel_rank_and_the_rest_is_the_same_for_all() -> None:
@@ -81,7 +81,7 @@ def test_only_leaders_keep_rows_and_reports_come_in_data_parallel_order() -> Non
 def test_a_call_waits_once_for_the_number_of_rows_where_the_inputs_do_not_give_it() -> None:
     group, pool = make_group(2, tp=1, pp=1)
     rows = group.call(SomeRole.work, ref(4, 2)).rows()
-    assert rows == RowsRef((Piece("rank 0", 3), Piece("rank 1", 3)))
+    assert rows == RowsRef((RankRows("rank 0", 3), RankRows("rank 1", 3)))
     assert pool.calls[0].waits == 0
     assert [request.num_rows for request in pool.requests] == [3, 3]
     pending = group.call(SomeRole.work, 5)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from mindspeed_rlxf.cluster.refs import (
-    Piece,
+    RankRows,
     RowsRef,
     number_handles,
     resolve,
@@ -28,7 +28,7 @@ class Store:
 
     @property
     def ref(self) -> RowsRef:
-        return RowsRef(tuple(Piece(f"piece {i}", size) for i, size in enumerate(self.sizes)))
+        return RowsRef(tuple(RankRows(f"piece {i}", size) for i, size in enumerate(self.sizes)))
 
     def fetch(self, handles: list[str]) -> list[Rows]:
         """Row r of all pieces together holds the number r."""
@@ -109,8 +109,8 @@ def test_handles_are_replaced_by_their_places_in_a_list() -> None:
     value = (Inputs(ref.take([4]), ref.take([3, 0]), 0.5), "text")
     (inputs, text), handles = number_handles(value)
     assert handles == ["piece 1", "piece 0"] and (inputs.scale, text) == (0.5, "text")
-    assert inputs.first == RowsRef((Piece(0, 2),), (1,))
-    assert inputs.second == RowsRef((Piece(1, 3), Piece(0, 2)), (3, 0))
+    assert inputs.first == RowsRef((RankRows(0, 2),), (1,))
+    assert inputs.second == RowsRef((RankRows(1, 3), RankRows(0, 2)), (3, 0))
 
 
 def test_a_value_without_references_is_one_object_for_all_replicas() -> None:
@@ -123,7 +123,7 @@ def test_a_value_without_references_is_one_object_for_all_replicas() -> None:
 
 def test_reordered_rows_keep_the_pieces_of_all_replicas():
     """Scorers find by them what they have begun, also where one replica has no row."""
-    rows = RowsRef((Piece("a", 2), Piece("b", 0), Piece("c", 1)))
+    rows = RowsRef((RankRows("a", 2), RankRows("b", 0), RankRows("c", 1)))
     ref = rows.reordered([2, 0, 1])
     assert ref.pieces == rows.pieces and ref.selection == (2, 0, 1)
     assert rows.reordered([0, 1, 2]) == rows

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from mindspeed_rlxf.cluster.errors import WorkerError
-from mindspeed_rlxf.cluster.interface import BUILD, Peer, Request
-from mindspeed_rlxf.cluster.refs import Piece, RowsRef
+from mindspeed_rlxf.cluster.interface import BUILD, ColocatedRole, Request
+from mindspeed_rlxf.cluster.refs import RankRows, RowsRef
 from mindspeed_rlxf.cluster.worker import RoleHost, to_host
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.data.batch import RoleOutput, Rows, TokenLog, TokenRows
@@ -47,7 +47,7 @@ def run(method: str, *args: Any, leads: bool = True) -> Any:
 
 
 def test_references_are_resolved_before_the_method_runs() -> None:
-    rows, reply = run("double", RowsRef((Piece("piece", 3),)).take([2, 1]))
+    rows, reply = run("double", RowsRef((RankRows("piece", 3),)).take([2, 1]))
     assert rows.numbers.tolist() == [4, 2]
     assert (reply.report, reply.num_rows) == ({"count": 2}, 2)
     assert 0 <= reply.seconds < 10
@@ -79,11 +79,13 @@ def test_a_lost_peer_is_no_first_cause() -> None:
 
 def test_a_role_is_built_with_the_object_of_another_in_its_process() -> None:
     host = make_host()
-    built = Request(Role.REF, BUILD, (Peer(Role.CRITIC),), True, None, lambda d: Doubler(d.factor))
+    built = Request(
+        Role.REF, BUILD, (ColocatedRole(Role.CRITIC),), True, None, lambda d: Doubler(d.factor)
+    )
     host.run(built)
     rows, _ = host.run(Request(Role.REF, "double", (Numbers(torch.arange(3)),), True))
     assert rows.numbers.tolist() == [0, 2, 4]  # type: ignore[union-attr]
-    missing = Request(Role.REF, BUILD, (Peer(Role.ACTOR_ROLLOUT),), True, None, Doubler)
+    missing = Request(Role.REF, BUILD, (ColocatedRole(Role.ACTOR_ROLLOUT),), True, None, Doubler)
     with (
         pytest.raises(WorkerError, match="actor_rollout has not been built in this process"),
         redirect_stderr(io.StringIO()),
@@ -99,7 +101,7 @@ def test_the_failure_of_another_rank_passes_through_unchanged() -> None:
 
     host = RoleHost(0, fetch)
     with pytest.raises(WorkerError) as caught:
-        host.run(Request(Role.CRITIC, "double", (RowsRef((Piece("piece", 1),)),), True))
+        host.run(Request(Role.CRITIC, "double", (RowsRef((RankRows("piece", 1),)),), True))
     assert caught.value is first
 
 

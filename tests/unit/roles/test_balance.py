@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.cluster.group import RoleGroup
-from mindspeed_rlxf.cluster.refs import Piece, RowsRef
+from mindspeed_rlxf.cluster.refs import RankRows, RowsRef
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
@@ -51,7 +51,7 @@ def test_rows_of_balanced_calls_come_in_the_order_of_the_samples(make_tree, role
         (ref(2, 2).take([0, 2]), "all"),
         (ref(2, 2).take([1, 3]), "all"),
     ]
-    pieces = Piece("rank 0", 2), Piece("rank 1", 2)
+    pieces = RankRows("rank 0", 2), RankRows("rank 1", 2)
     assert rows == RowsRef(pieces, (0, 2, 1, 3))
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.cluster.group import Pending
-from mindspeed_rlxf.cluster.interface import Peer, Reply, Request
-from mindspeed_rlxf.cluster.refs import Piece, RowsRef
+from mindspeed_rlxf.cluster.group import RoleFuture
+from mindspeed_rlxf.cluster.interface import ColocatedRole, Reply, Request
+from mindspeed_rlxf.cluster.refs import RankRows, RowsRef
 from mindspeed_rlxf.config.lora import LoraConfig
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.roles.actor import ActorGroup
@@ -74,7 +74,7 @@ def test_the_rollout_is_built_with_the_actor_only_where_they_share_processes():
         rollout.build([3])
         assert pool.first_rank == first_rank
         actor, scorer = pool.requests[0].args[2:4]
-        assert isinstance(actor, Peer) if parts is None else actor is None
+        assert isinstance(actor, ColocatedRole) if parts is None else actor is None
         assert scorer is None
 
 
@@ -109,9 +109,9 @@ def test_scores_of_a_model_wait_for_those_of_the_functions():
     functions, model = Ended(), Ended()
     group: Any = RewardGroup.__new__(RewardGroup)
     group.streams, group._check = True, lambda _: None
-    group._score_by_functions = lambda _: Pending(functions, [0], [1])
+    group._score_by_functions = lambda _: RoleFuture(functions, [0], [1])
     ranks = SimpleNamespace(dp=1)
-    answer = lambda *_: Pending(model, [0], [1])  # noqa: E731
+    answer = lambda *_: RoleFuture(model, [0], [1])  # noqa: E731
     group.scorers, group.group = object(), SimpleNamespace(call=answer, layout=ranks)
-    group.score(RowsRef((Piece("rows", 1),))).result()
+    group.score(RowsRef((RankRows("rows", 1),))).result()
     assert (functions.waited, model.waited) == (1, 1)

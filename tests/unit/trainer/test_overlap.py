@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.cluster.refs import Piece, RowsRef
+from mindspeed_rlxf.cluster.refs import RankRows, RowsRef
 from mindspeed_rlxf.config.enums import OldLogProbs
 from mindspeed_rlxf.config.schema import AlgorithmConfig, RolloutConfig
 from mindspeed_rlxf.data.sampler import PromptSampler
@@ -33,7 +33,7 @@ class Call:
         return [self]
 
     def rows(self) -> RowsRef:
-        return RowsRef((Piece("somewhere", 4),))
+        return RowsRef((RankRows("somewhere", 4),))
 
     def result(self) -> Any:
         raise Waited

@@ -5,7 +5,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from mindspeed_rlxf.cluster.group import Pending
+from mindspeed_rlxf.cluster.group import RoleFuture
 from mindspeed_rlxf.cluster.interface import Reply
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.device.peaks import find_peak
@@ -37,8 +37,8 @@ class Call:
         return self.replies
 
 
-def pending(pool: str, *seconds: float, **more: Any) -> Pending:
-    return Pending(Call(*seconds, **more), [0], [None], pool, "role.method")
+def pending(pool: str, *seconds: float, **more: Any) -> RoleFuture:
+    return RoleFuture(Call(*seconds, **more), [0], [None], pool, "role.method")
 
 
 def test_a_phase_has_its_time_its_peak_and_its_slowest_rank():

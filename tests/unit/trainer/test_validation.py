@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
-from mindspeed_rlxf.cluster.refs import Piece, RowsRef
+from mindspeed_rlxf.cluster.refs import RankRows, RowsRef
 from mindspeed_rlxf.config.schema import (
     AlgorithmConfig,
     LoggingConfig,
@@ -38,7 +38,7 @@ class Answer:
         self._rows, self._reports = rows, reports
 
     def rows(self) -> RowsRef:
-        return RowsRef((Piece("somewhere", self._rows),))
+        return RowsRef((RankRows("somewhere", self._rows),))
 
     def result(self) -> list[Any]:
         return self._reports
