@@ -19,7 +19,6 @@ import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
@@ -32,7 +31,7 @@ BACKLOG = 128
 IDLE_S = 600.0  # longest time between two requests of a connection, and to read one
 ANSWER_S = 24 * 3600.0  # to sample a turn; the run's own deadlines are shorter
 MAX_BODY = 64 * 2**20
-MAX_DROPPED_BODY = 64 * 2**10  # of a request without a valid token
+DROPPED_AT_ONCE = 64 * 2**10  # bytes
 CHAT, REWARD = "v1/chat/completions", "v1/reward"
 
 
@@ -110,21 +109,31 @@ class _Handler(BaseHTTPRequestHandler):
         """Print nothing: the path holds the token."""
 
     def do_POST(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        self._num_unread = int(length) if length.isdigit() else MAX_BODY + 1
         try:
-            self._answer()
-        except ChatError as error:
-            fields = {"message": str(error), "type": "invalid_request_error", "code": error.code}
-            self._send(error.status, json.dumps({"error": fields}).encode())
+            try:
+                self._answer()
+            except ChatError as error:
+                self._refuse(error)
         except OSError:  # the client is gone
             self.close_connection = True
 
+    def _refuse(self, error: ChatError) -> None:
+        """Send an error, then drop what is still being sent, or the client may not see it."""
+        is_endless = self._num_unread > MAX_BODY
+        self.close_connection |= is_endless
+        fields = {"message": str(error), "type": "invalid_request_error", "code": error.code}
+        self._send(error.status, json.dumps({"error": fields}).encode())
+        while self._num_unread and not is_endless:
+            dropped = self.rfile.read(min(self._num_unread, DROPPED_AT_ONCE))
+            if not dropped:
+                raise ConnectionResetError
+            self._num_unread -= len(dropped)
+
     def _answer(self) -> None:
-        try:
-            endpoint, route = self._find_endpoint()
-        except ChatError:
-            self._drop_body()
-            raise
-        body = self._read_body(MAX_BODY)
+        endpoint, route = self._find_endpoint()
+        body = self._read_body()
         if route == CHAT:
             self._complete(endpoint, ChatRequest.parse(body))
         else:
@@ -141,19 +150,13 @@ class _Handler(BaseHTTPRequestHandler):
             raise ChatError(404, "not_found", f"there is POST .../{CHAT} and .../{REWARD}")
         return endpoint, route
 
-    def _drop_body(self) -> None:
-        """Read a short body of a refused request, which its client may still be sending."""
-        with suppress(ChatError):
-            self._read_body(MAX_DROPPED_BODY)
-
-    def _read_body(self, limit: int) -> bytes:
-        length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > limit:
-            self.close_connection = True  # what follows is no request
+    def _read_body(self) -> bytes:
+        if self._num_unread > MAX_BODY:
             raise ChatError(413, "invalid_request_error", "Content-Length is missing or too large")
-        body = self.rfile.read(int(length))
-        if len(body) < int(length):
+        body = self.rfile.read(self._num_unread)
+        if len(body) < self._num_unread:
             raise ConnectionResetError
+        self._num_unread = 0
         return body
 
     def _take_reward(self, endpoint: Endpoint, body: bytes) -> None:

@@ -77,7 +77,7 @@ def make_runner(plan: ProgramPlan) -> Callable[[dict[str, Any]], dict[str, Any]]
         run = partial(_run_command, plan)
     else:
         run = partial(_call, find_function(run_as_module(plan.source), plan.run))
-    helpers = set(psutil.Process().children())  # that the file has started
+    helpers = set(psutil.Process().children(recursive=True))  # that the file has started
 
     def run_to_the_end(request: dict[str, Any]) -> dict[str, Any]:
         try:
