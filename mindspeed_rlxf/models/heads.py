@@ -295,6 +295,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 hidden_grads.append(next(gradients))
             if needs_weight:
                 weight_sum.add(next(gradients))
+            del logits, exponentials, grad_logits  # before the next chunk has its own
         hidden_grad = torch.cat(hidden_grads[::-1]) if needs_hidden else None
         return hidden_grad, weight_sum.result(), None, None
 

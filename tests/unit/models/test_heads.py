@@ -1,6 +1,7 @@
 """Chunked, vocabulary-parallel log-probs against torch's log_softmax."""
 
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -330,3 +331,40 @@ def test_log_probs_do_not_depend_on_whether_the_entropy_is_computed(problem: Pro
     assert torch.equal(alone, values) and nothing.numel() == 0
     slopes = [torch.autograd.grad(of.sum(), leaf)[0] for of in (values, alone)]
     assert torch.equal(*slopes)
+
+
+class Arrays(TorchDispatchMode):
+    """Keep the largest number of arrays [tokens, vocab] that are alive at once."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__()
+        self.num_bytes = num_bytes
+        self.alive: set[int] = set()
+        self.most = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() == self.num_bytes and storage._cdata not in self.alive:
+                self.alive.add(storage._cdata)
+                weakref.finalize(storage, self.alive.discard, storage._cdata)
+        self.most = max(self.most, len(self.alive))
+        return result
+
+
+@pytest.mark.parametrize(("trains_entropy", "most"), [(False, 2), (True, 4)])
+def test_an_update_has_as_many_arrays_of_logits_as_the_plan_counts(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch, trains_entropy: bool, most: int
+) -> None:
+    """At any time, over all chunks."""
+    monkeypatch.setattr(heads, "CHUNK_TOKENS", TOKENS // 4)
+    hidden, weight, labels = problem
+    leaf = hidden.clone().requires_grad_()
+    with Arrays(TOKENS // 4 * VOCAB * 4) as arrays:
+        values, entropy = token_log_probs(leaf, weight, labels, VOCAB, Group(), 0.7)
+        total = values + entropy if trains_entropy else values
+        total.sum().backward()
+    assert arrays.most == most
