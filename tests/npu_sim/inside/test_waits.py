@@ -66,6 +66,10 @@ OBJECTIVES = {
     "ppo": {},
     "gspo": {"actor_rollout": {"policy_loss": "gspo"}},
     "means of responses and KL": {"algorithm": {"loss_normalizer": "sequence_means", **KL_LOSS}},
+    "differences to the rollout": {
+        "algorithm": {"old_log_probs": "auto", **KL_LOSS},
+        "actor_rollout": {"ppo_mini_batch_size": 4},
+    },
     "pairs": {"training": {"stage": "ray_online_dpo"}},
 }
 
