@@ -37,6 +37,9 @@ def check_launch(config: RunConfig) -> list[Problem]:
         rule = "has not run with experts on NPU, whose weights vllm-ascend 0.23 transposes as it "
         rule += "wakes"
         problems.append(Problem("rollout.engine", rule, "vllm", "use native"))
+    if config.rollout.first_rank_draws and kind is DeviceKind.NPU:
+        rule = "gathers on one rank, which HCCL cannot"
+        problems.append(Problem("rollout.first_rank_draws", rule, True, "use false"))
     if config.runtime.kind == "local":
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         rule = f"must equal the {world_size} processes of this run with {ref('runtime.kind')}=local"

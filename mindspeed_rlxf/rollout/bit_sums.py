@@ -1,7 +1,6 @@
 """Sums over tensors' bits, to compare copies. It needs torch only, as vLLM's workers run it too."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -74,10 +73,18 @@ def _whole_numbers(sums: Tensor) -> Tensor:
     return lower + HALF * (upper + parts[:, 4])
 
 
-@lru_cache(maxsize=2)
+_powers_by_device = dict[torch.device, Tensor]()
+
+
 def _powers(count: int, device: torch.device) -> Tensor:
-    """Return FACTOR, its square, and so on, modulo 2^64, [count] int64."""
-    return torch.full((count,), FACTOR).cumprod(0).to(device)
+    """Return FACTOR, its square, and so on, modulo 2^64, [count] int64.
+
+    Those of the largest tensor so far are kept, 8 bytes for 512 elements.
+    """
+    powers = _powers_by_device.get(device)
+    if powers is None or len(powers) < count:
+        powers = _powers_by_device[device] = torch.full((count,), FACTOR).cumprod(0).to(device)
+    return powers[:count]
 
 
 def bit_sums(tensors: Sequence[Tensor]) -> list[int]:
@@ -88,8 +95,7 @@ def bit_sums(tensors: Sequence[Tensor]) -> list[int]:
     totals = []
     for tensor in tensors:
         sums = _whole_numbers(block_sums(tensor))
-        rounded = 1 << len(sums).bit_length()  # so that few lengths of powers are made
-        totals.append((sums * _powers(rounded, sums.device)[: len(sums)]).sum())
+        totals.append((sums * _powers(len(sums), sums.device)).sum())
     return torch.stack(totals).tolist() if totals else []
 
 

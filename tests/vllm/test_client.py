@@ -636,8 +636,20 @@ def test_requests_on_devices_have_seeds_in_deterministic_runs_alone(
 
     again.client._ask = noted  # type: ignore[method-assign]
     ask(again)
+    seeds = [seed_of(each) for each in (engine, again)]
+    again.server.end()
+    again._start_again()
+    seeds.append(seed_of(again))
     again.server.end()
     assert asked == [has_seeds] * 12
+    # Replicas and starts draw alike only where each request has a seed.
+    run_seed = str(engine.config.training.seed)
+    assert seeds[1:] == [run_seed] * 2 if has_seeds else len({*seeds, run_seed}) == 4
+
+
+def seed_of(engine: VllmRollout) -> str:
+    words: Any = engine.server.process.args
+    return str(words[words.index("--seed") + 1])
 
 
 @pytest.mark.usefixtures("on_cuda")

@@ -479,11 +479,15 @@ class PipelineStage:
         keys = rows * self.length * groups_per_rank(a.kv_heads, tp * cp)
         queries = rows * self.response * a.num_attention_heads // (tp * cp)
         copies = 2 * (keys + queries) * a.head_dim * self.itemsize
+        # Experts that no grouped GEMM computes keep their gated activations.
+        experts = (a.num_experts or 0) // self.ep
+        on_npu = device.resolve_kind(self.config.device.kind) is DeviceKind.NPU
+        keeps_activations = a.num_experts is not None and (on_npu or experts == 1)
         return replace(
             layer,
             attention=layer.attention + copies,
             mlp=layer.mlp + inner,
-            widened=layer.widened + inner,
+            widened=(layer.mlp if keeps_activations else layer.widened) + inner,
         )
 
     def _head_bytes(self, samples: int, shared: bool, learns: bool = False) -> int:

@@ -92,14 +92,22 @@ class VllmRollout:
         self.runs_slices = config.rollout.runs_agents or config.rollout.max_staleness > config.lead
         self._queue: dict[int, GenerationRequest] = {}  # by place, in the order of `add`
         self._num_added_tokens = 0  # of prompts and parts of responses, not in `stats` yet
-        python, options = server_command(config, self.on_cpu, self.on_npu)
-        environment = self._make_environment(kind)
-        log = Path(folder) / f"vllm_{layout.dp_rank(rank):05d}.log"
-        self._launch = lambda: Server(python, options, environment, log)
+        self._environment = self._make_environment(kind)
+        self._log = Path(folder) / f"vllm_{layout.dp_rank(rank):05d}.log"
         with self._room():
             if self.is_leader:
                 self.server = self._launch()
                 self._put_to_sleep()
+
+    def _launch(self) -> Server:
+        """Start a server.
+
+        Where requests have no seeds its own is new at each start: replicas with the same one would
+        draw alike, and a server that starts again would repeat the numbers of the one before.
+        """
+        seed = None if self.sends_seeds else int.from_bytes(os.urandom(4), "little") // 2
+        python, options = server_command(self.config, self.on_cpu, self.on_npu, seed)
+        return Server(python, options, self._environment, self._log)
 
     def _make_environment(self, kind: DeviceKind) -> dict[str, str]:
         name = device.facts(kind).visible_devices

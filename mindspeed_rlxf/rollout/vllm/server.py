@@ -148,8 +148,13 @@ def lora_options(actor: ActorConfig) -> dict[str, Any]:
     return options
 
 
-def server_command(config: RunConfig, on_cpu: bool, on_npu: bool) -> tuple[str, list[str]]:
-    """Return the interpreter and the server's options; those of `extra_args` win."""
+def server_command(
+    config: RunConfig, on_cpu: bool, on_npu: bool, seed: int | None = None
+) -> tuple[str, list[str]]:
+    """Return the interpreter and the server's options; those of `extra_args` win.
+
+    seed: of the server; None = the run's.
+    """
     actor, keys, tp = config.actor_rollout, config.rollout.vllm, config.rollout_tp
     # At temperature 1 raw log-probs are those before filters and the ban on an early EOS.
     mode = "raw_logprobs" if actor.logit_temperature == 1.0 else "processed_logprobs"
@@ -159,7 +164,7 @@ def server_command(config: RunConfig, on_cpu: bool, on_npu: bool) -> tuple[str, 
         "skip-tokenizer-init": True,
         "generation-config": "vllm",
         "dtype": "bfloat16" if actor.bf16 else "float32",
-        "seed": config.training.seed,
+        "seed": config.training.seed if seed is None else seed,
         "max-model-len": config.training.seq_length + 1,  # scoring samples one token more
         "logprobs-mode": mode,
         "tensor-parallel-size": tp,

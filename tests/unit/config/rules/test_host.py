@@ -77,3 +77,11 @@ def test_experts_on_npu_are_not_served_by_vllm(problems, monkeypatch):
     assert problems(served) == problems(experts) == []
     (problem,) = problems(served | experts)
     assert problem.startswith("rollout.engine=vllm")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_the_first_rank_gathers_nothing_on_npu(problems):
+    changes = {"rollout.first_rank_draws": True, "runtime.address": "head:6379"}
+    (problem,) = problems({**changes, "device.kind": "npu"})
+    assert problem.startswith("rollout.first_rank_draws=true")
+    assert problems({**changes, "device.kind": "cuda"}) == []

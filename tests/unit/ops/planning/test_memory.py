@@ -327,3 +327,17 @@ def test_a_vllm_server_on_a_device_takes_its_share_from_training_that_can_leave(
     assert pool.on_device(server, phase).weights == sum(
         role.state.weights for role in pool.roles[1:]
     )
+
+
+def test_experts_that_no_grouped_gemm_computes_keep_their_gated_activations(config):
+    """On an NPU, or alone on their rank; dense layers keep the same everywhere."""
+    joined = {"training.recompute": "elementwise", "runtime.address": "head:6379"}
+
+    def activations(kind: str, **keys: Any) -> int:
+        run = config({**joined, **keys, "device.kind": kind})
+        return phase(run, Role.CRITIC, "update").activations
+
+    assert activations("npu", **EXPERTS) > activations("cuda", **EXPERTS)
+    assert activations("npu") == activations("cuda")
+    alone = {**EXPERTS, "training.expert_model_parallel_size": 8}
+    assert activations("npu", **alone) == activations("cuda", **alone)
