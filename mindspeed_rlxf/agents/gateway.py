@@ -26,6 +26,7 @@ from typing import Any
 
 from mindspeed_rlxf.agents.chat_api import ChatError, ChatRequest
 from mindspeed_rlxf.agents.endpoint import Endpoint, ServedSession
+from mindspeed_rlxf.config.problems import shorten_value
 
 BACKLOG = 128
 IDLE_S = 600.0  # longest time between two requests of a connection, and to read one
@@ -33,6 +34,7 @@ ANSWER_S = 24 * 3600.0  # to sample a turn; the run's own deadlines are shorter
 MAX_BODY = 64 * 2**20
 DROPPED_AT_ONCE = 64 * 2**10  # bytes
 CHAT, REWARD = "v1/chat/completions", "v1/reward"
+ROUTES = f"there is POST .../{CHAT} and .../{REWARD}"
 
 
 class Gateway:
@@ -110,7 +112,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
-        self._num_unread = int(length) if length.isdigit() else MAX_BODY + 1
+        is_number = length.isascii() and length.isdigit()
+        self._num_unread = int(length) if is_number else MAX_BODY + 1
         try:
             try:
                 self._answer()
@@ -118,6 +121,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self._refuse(error)
         except OSError:  # the client is gone
             self.close_connection = True
+
+    def do_GET(self) -> None:
+        self._num_unread = 0
+        self._refuse(ChatError(404, "not_found", ROUTES))
 
     def _refuse(self, error: ChatError) -> None:
         """Send an error, then drop what is still being sent, or the client may not see it."""
@@ -147,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
         if endpoint is None or not hmac.compare_digest(_digest(bearer), _digest(endpoint.api_key)):
             raise ChatError(401, "invalid_api_key", "there is no conversation of this token")
         if folder != "sessions" or route not in (CHAT, REWARD):
-            raise ChatError(404, "not_found", f"there is POST .../{CHAT} and .../{REWARD}")
+            raise ChatError(404, "not_found", ROUTES)
         return endpoint, route
 
     def _read_body(self) -> bytes:
@@ -163,8 +170,9 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             parts = {str(name): float(value) for name, value in json.loads(body).items()}
             score = parts.pop("score")
-        except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError) as error:
-            message = f"a reward must be a JSON object of numbers with `score`: {error!r:.200}"
+        except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError):
+            sent = shorten_value(body.decode(errors="replace"))
+            message = f"a reward must be a JSON object of numbers with `score`, not {sent}"
             raise ChatError(400, "invalid_request_error", message) from None
         _run_on(endpoint, _give_reward(endpoint, score, parts))
         self._send(200, b"{}")

@@ -7,7 +7,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, takewhile
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from mindspeed_rlxf.cluster.errors import StorageUnreadable
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.fields import Resume, extra_of
 from mindspeed_rlxf.config.keys import REMOVED, find_field, to_yaml
+from mindspeed_rlxf.config.load import config_file, list_configs
 from mindspeed_rlxf.config.problems import Problem, UserError, shorten_value
 from mindspeed_rlxf.config.schema import SAVED_AS, LearningConfig, RunConfig
 from mindspeed_rlxf.config.unused import idle_keys
@@ -153,7 +154,7 @@ class RunDirectory:
         self.path = path
         self.changes: list[Change] = []
         self.mark: Path | None = None
-        self.config = path / "config.yaml"
+        self.config = config_file(path, 0)
         self.metrics = path / "metrics.jsonl"
         self.health = path / "health.jsonl"
         self.samples = path / "samples.jsonl"
@@ -193,9 +194,9 @@ class RunDirectory:
             directory.logs.mkdir(parents=True, exist_ok=True)
             lock.take(directory.path)
             directory.changes = directory.compare_with(config)
-            configs = directory._list_configs()
+            configs = list_configs(directory.path)
             if not configs or directory.changes:
-                replace_file(directory._config_file(len(configs)), to_yaml(config))
+                replace_file(config_file(directory.path, len(configs)), to_yaml(config))
             for old in directory.logs.glob(f"{MARK}*"):
                 old.unlink(missing_ok=True)
             directory.mark = directory.logs / f"{MARK}{secrets.token_hex(8)}"
@@ -213,7 +214,7 @@ class RunDirectory:
         """Unlock the folder as its holder, and free its name if metrics.jsonl is empty."""
         if not self.metrics.exists() or not self.metrics.stat().st_size:
             self.metrics.unlink(missing_ok=True)
-            for file in self._list_configs():
+            for file in list_configs(self.path):
                 file.unlink()
         self.unlock()
 
@@ -252,7 +253,7 @@ class RunDirectory:
         Keys without effect in this run are free to change. Raises UserError if the last
         configuration is unreadable.
         """
-        configs = self._list_configs()
+        configs = list_configs(self.path)
         if not configs:
             return []
         try:
@@ -266,12 +267,6 @@ class RunDirectory:
         for change in find_changes(before, yaml.safe_load(to_yaml(config))):
             changes.append(replace(change, rule="free") if change.key in idle else change)
         return changes
-
-    def _list_configs(self) -> list[Path]:
-        return list(takewhile(Path.exists, map(self._config_file, count())))
-
-    def _config_file(self, num_changes: int) -> Path:
-        return self.path / f"config.{num_changes}.yaml" if num_changes else self.config
 
     @classmethod
     def choose(cls, config: RunConfig) -> RunDirectory:

@@ -6,6 +6,7 @@ then pydantic validates everything at once. Rules between sections run once ever
 
 import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +225,7 @@ def _build(raw: RawConfig, name: str) -> Tree:
         if role.value not in payload:
             payload[role.value] = _build_role(raw, role)
     _set_stage_defaults(training, payload["algorithm"], payload["actor_rollout"])
-    _set_micro_batches(payload)
+    _set_micro_batches(raw, payload)
     _set_correction(payload)
     if any(payload["rollout"].get(name) for name in ("agent", "tools", "program")):
         set_default(payload["rollout"], slice_steps=AGENT_SLICE_STEPS)
@@ -412,7 +413,7 @@ def _set_stage_defaults(training: Tree, algorithm: Tree, actor: Tree) -> None:
         set_default(algorithm, kl_penalty=KlPenalty.LOW_VAR_KL.value)
 
 
-def _set_micro_batches(payload: Tree) -> None:
+def _set_micro_batches(raw: RawConfig, payload: Tree) -> None:
     """Let roles without a micro-batch size fill each pass with tokens, where that changes nothing.
 
     Rows must be packed, and the loss no mean of micro-batches, which a plugin's objective may be. A
@@ -442,25 +443,46 @@ def _set_micro_batches(payload: Tree) -> None:
             continue
         if section.get("pipeline_model_parallel_size", 1) != 1:
             continue
-        earlier_section = earlier.get(role.value) or {}
-        if earlier_section and earlier_section.get("max_tokens_per_micro_batch") is None:
-            section["micro_batch_size"] = earlier_section.get("micro_batch_size", 1)
+        limit = max(seq_length, TOKENS_PER_MICRO_BATCH)
+        num_samples = _samples_per_pass(earlier.get(role.value))
+        if num_samples is None:
+            section["max_tokens_per_micro_batch"] = limit
             continue
-        section["max_tokens_per_micro_batch"] = max(seq_length, TOKENS_PER_MICRO_BATCH)
+        section["micro_batch_size"] = num_samples
+        meaning = f"as this run began; max_tokens_per_micro_batch={limit} fills passes with tokens"
+        raw.note(meaning, f"{role.value}.micro_batch_size={num_samples}")
+
+
+def _samples_per_pass(section: Any) -> int | None:
+    """Return the samples per pass of a resolved role; None if it counts tokens."""
+    if not isinstance(section, dict) or section.get("max_tokens_per_micro_batch") is not None:
+        return None
+    num_samples = section.get("micro_batch_size")
+    return num_samples if type(num_samples) is int else None
 
 
 def read_resolved(training: Tree) -> Tree:
     """Return what a run in the folder `training.output_dir` was resolved to; {} without one."""
     if training.get("new_run") is True:
         return {}
-    folder = Path(os.path.expanduser(str(training["output_dir"])))
+    files = list_configs(Path(os.path.expanduser(str(training["output_dir"]))))
+    if not files:
+        return {}
     try:
-        # config.yaml, config.1.yaml and so on
-        newest = max(folder.glob("config*.yaml"), key=lambda file: (len(file.name), file.name))
-        values = yaml.safe_load(newest.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):  # none, or one that is reported later
+        values = yaml.safe_load(files[-1].read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):  # reported later
         return {}
     return values if isinstance(values, dict) else {}
+
+
+def list_configs(folder: Path) -> list[Path]:
+    """Return the resolved configurations of a run, oldest first: config.yaml, config.1.yaml, ..."""
+    return list(takewhile(Path.exists, (config_file(folder, number) for number in count())))
+
+
+def config_file(folder: Path, num_changes: int) -> Path:
+    """Return the file of a run's resolved configuration after so many changes."""
+    return folder / (f"config.{num_changes}.yaml" if num_changes else "config.yaml")
 
 
 def _set_correction(payload: Tree) -> None:

@@ -97,7 +97,7 @@ class RolloutConfig(Section):
         False,
         "logits go to the first rank of a tensor-parallel group alone, which draws the tokens for "
         "all; off until devices have shown that both ways agree",
-        used_if="engine=native",
+        used_if="engine=native; rollout_tp>1",
     )
     tools: Annotated[tuple[ToolConfig, ...], Word] = key(
         (),

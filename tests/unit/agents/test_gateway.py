@@ -138,6 +138,14 @@ def test_a_request_is_refused_before_its_body_is_read(
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
 
 
+def test_other_methods_are_refused_as_other_routes(served: Served) -> None:
+    url = served.client.url
+    with closing(http.client.HTTPConnection("127.0.0.1", url.port, timeout=30.0)) as connection:
+        connection.request("GET", f"{url.path}/models")
+        answer = connection.getresponse()
+        assert answer.status == 404 and "error" in json.loads(answer.read())
+
+
 def test_a_client_that_sends_a_long_body_sees_why_it_is_refused(served: Served) -> None:
     url = served.client.url
     with closing(http.client.HTTPConnection("127.0.0.1", url.port, timeout=30.0)) as connection:

@@ -126,11 +126,15 @@ def test_a_run_that_began_with_samples_in_each_pass_goes_on_so(make_tree, tmp_pa
     sizes = {"training.micro_batch_size": 1, "ref.micro_batch_size": 4}
     earlier = resolve(make_tree({**sizes, **folder}), "test")
     (tmp_path / "config.yaml").write_text(to_yaml(earlier), encoding="utf-8")
-    resumed = resolve(make_tree(folder), "test")
+    resumed, notes = resolve_with_notes(make_tree(folder), "test")
     assert limits_of(resumed) == [None, None, None]
+    assert any("ref.micro_batch_size=4" in note for note in notes)
     assert RunDirectory(tmp_path).compare_with(resumed) == []
     new = {"training.new_run": True, **folder}
     assert limits_of(resolve(make_tree(new), "test")) == [8192] * 3
     given = {"training.max_tokens_per_micro_batch": 64, **folder}
     (tmp_path / "config.1.yaml").write_text(to_yaml(resolve(make_tree(given), "test")))
+    assert limits_of(resolve(make_tree(folder), "test")) == [8192] * 3
+    (tmp_path / "config.1.yaml").write_text("actor_rollout: of another program")
+    (tmp_path / "config_mine.yaml").write_text(to_yaml(earlier))
     assert limits_of(resolve(make_tree(folder), "test")) == [8192] * 3

@@ -51,6 +51,8 @@ CASES: list[tuple[Changes, str, Changes]] = [
      "resource_pool.bad_nodes": "leave_out"},
      "training.node_wait_s device.devices_per_node resource_pool.wait_s resource_pool.bad_nodes",
      JOINED),
+    ({"rollout.first_rank_draws": True}, "rollout.first_rank_draws",
+     {f"{ACTOR}tensor_model_parallel_size": 2}),
     ({"device.devices_per_node": 4}, "device.devices_per_node", {"device.memory_gib": 64}),
     ({f"{ACTOR}do_sample": True, f"{ACTOR}top_k": 3, f"{ACTOR}min_new_tokens": 2,
      f"{ACTOR}fixed_responses": "given.jsonl"}, "actor_rollout.top_k actor_rollout.min_new_tokens",
