@@ -68,6 +68,13 @@ class ClipRange(NamedTuple):
     kl_coef: float = 0.1
 
 
+def copy_beside(values: Tensor, on_host: Tensor) -> Tensor:
+    """Copy a host tensor to the device of `values`, without waiting for its work until now."""
+    if on_host.device == values.device:
+        return on_host
+    return on_host.pin_memory().to(values.device, non_blocking=True)
+
+
 def clipped_policy_loss(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip: ClipRange
 ) -> TokenLoss:
@@ -90,8 +97,8 @@ def sequence_policy_loss(
     old_log_probs)), its exponent clamped to +-20. Gradients flow to each token's own log_prob with
     weight 1. `lengths` [responses] int64 add up to len(log_probs).
     """
-    row = _beside(log_probs, torch.repeat_interleave(torch.arange(len(lengths)), lengths))
-    lengths = _beside(log_probs, lengths)
+    row = copy_beside(log_probs, torch.repeat_interleave(torch.arange(len(lengths)), lengths))
+    lengths = copy_beside(log_probs, lengths)
     difference = (log_probs - old_log_probs).detach()
     sums = difference.new_zeros(len(lengths)).index_add(0, row, difference)
     means = (sums / lengths)[row]
@@ -107,8 +114,8 @@ def geometric_mean_loss(
     GMPO, arXiv:2507.20673: log-ratios are clipped to -low and high where that lowers A * ratio. A
     response has one loss, so its mean over tokens counts (`sequence_means`).
     """
-    row = _beside(log_probs, torch.repeat_interleave(torch.arange(len(lengths)), lengths))
-    lengths = _beside(log_probs, lengths)
+    row = copy_beside(log_probs, torch.repeat_interleave(torch.arange(len(lengths)), lengths))
+    lengths = copy_beside(log_probs, lengths)
     log_ratio = bounded_log_ratio(log_probs - old_log_probs)
     clamped = torch.clamp(log_ratio, -clip.low, clip.high)
     sign = torch.sign(advantages)
@@ -219,13 +226,6 @@ def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
     return add_to(POLICY_LOSSES, name, "policy loss", "policy_loss")
 
 
-def _beside(values: Tensor, on_host: Tensor) -> Tensor:
-    """Copy a host tensor to the device of `values`, without waiting for its work until now."""
-    if on_host.device == values.device:
-        return on_host
-    return on_host.pin_memory().to(values.device, non_blocking=True)
-
-
 def _clip_loss(ratio: Tensor, advantages: Tensor, clip: ClipRange) -> TokenLoss:
     unclipped_loss = -advantages * ratio
     clipped_loss = -advantages * torch.clamp(ratio, 1.0 - clip.low, 1.0 + clip.high)
@@ -325,7 +325,7 @@ def normalised_loss(
     if normalizer is LossNormalizer.SEQUENCE_SUMS:
         scale = 1.0 / max_new_tokens
     if normalizer is LossNormalizer.SEQUENCE_MEANS:
-        length_of_token = _beside(loss, torch.repeat_interleave(lengths, lengths))
+        length_of_token = copy_beside(loss, torch.repeat_interleave(lengths, lengths))
         loss = loss / length_of_token
         like_loss = {name: values / length_of_token for name, values in like_loss.items()}
     metrics = {name: Mean.of(values, weight, scale) for name, values in like_loss.items()}

@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from mindspeed_rlxf.algorithms.kl import kl_per_token
-from mindspeed_rlxf.algorithms.losses import LossOutput, Mean, PolicyLoss, truncated_importance
+from mindspeed_rlxf.algorithms.losses import (
+    LossOutput,
+    Mean,
+    PolicyLoss,
+    copy_beside,
+    truncated_importance,
+)
 from mindspeed_rlxf.cluster.group import RoleFuture, RoleGroup, Sharded
 from mindspeed_rlxf.cluster.interface import Pool, SubPool
 from mindspeed_rlxf.cluster.refs import RowsRef
@@ -21,7 +27,6 @@ from mindspeed_rlxf.data.batch import (
     fit_columns,
 )
 from mindspeed_rlxf.data.mini_batches import mini_batch_order
-from mindspeed_rlxf.device.copies import upload
 from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs
 from mindspeed_rlxf.roles.balance import Lengths, balanced_steps, call_balanced
 from mindspeed_rlxf.roles.engines import EngineFactory, train_engine
@@ -257,15 +262,15 @@ def measure_differences(
         mask = experience.trained_mask[rows]
         log_probs = tokens.log_probs.detach().float()
         rollout = fit_columns(rollouts.rollout_log_probs, mask.size(1))[rows][mask]
-        gaps = (log_probs - upload(rollout, log_probs.device)).abs()
+        gaps = (log_probs - copy_beside(log_probs, rollout)).abs()
         found = {"rollout/log_prob_gap_mean": Mean.of(gaps, gaps.numel())}
         if experience.ref_log_probs.size(1):
-            ref = upload(experience.ref_log_probs[rows][mask], log_probs.device)
+            ref = copy_beside(log_probs, experience.ref_log_probs[rows][mask])
             kl = kl_per_token(log_probs, ref, kl_penalty)
             mask = mask[mask.any(1)]
-            places = upload(mask.flatten().nonzero()[:, 0], kl.device)
+            places = copy_beside(kl, mask.flatten().nonzero()[:, 0])
             placed = kl.new_zeros(mask.numel()).index_copy(0, places, kl).view(mask.shape)
-            means = placed.sum(1) / upload(mask.sum(1), kl.device)
+            means = placed.sum(1) / copy_beside(kl, mask.sum(1))
             found["critic/kl"] = Mean.of(means, len(means))
         return replace(output, metrics=output.metrics | found)
 

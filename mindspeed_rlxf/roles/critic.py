@@ -4,7 +4,12 @@ from functools import partial
 
 from torch import Tensor
 
-from mindspeed_rlxf.algorithms.losses import LossOutput, clipped_value_loss, normalised_loss
+from mindspeed_rlxf.algorithms.losses import (
+    LossOutput,
+    clipped_value_loss,
+    copy_beside,
+    normalised_loss,
+)
 from mindspeed_rlxf.cluster.group import RoleFuture, RoleGroup, Sharded
 from mindspeed_rlxf.cluster.interface import Pool
 from mindspeed_rlxf.cluster.refs import RowsRef
@@ -12,7 +17,6 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Experience, ExperienceInputs, RoleOutput, Rollouts
 from mindspeed_rlxf.data.mini_batches import mini_batch_order
-from mindspeed_rlxf.device.copies import upload
 from mindspeed_rlxf.engine.train_engine import ValueStep
 from mindspeed_rlxf.roles.balance import Lengths, balanced_steps, call_balanced
 from mindspeed_rlxf.roles.engines import EngineFactory, train_engine
@@ -107,8 +111,8 @@ class CriticRole:
         row after row.
         """
         mask = experience.value_mask[rows]
-        old = upload(experience.values[rows][mask], values.device)
-        returns = upload(experience.returns[rows][mask], values.device)
+        old = copy_beside(values, experience.values[rows][mask])
+        returns = copy_beside(values, experience.returns[rows][mask])
         token = clipped_value_loss(values, old, returns, self.config.cliprange_value)
         return normalised_loss(
             token.loss,

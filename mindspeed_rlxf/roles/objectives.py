@@ -28,6 +28,7 @@ from mindspeed_rlxf.algorithms.losses import (
     LossOutput,
     Mean,
     clipped_policy_loss,
+    copy_beside,
     normalised_loss,
     preference_loss,
     truncated_importance,
@@ -49,7 +50,6 @@ from mindspeed_rlxf.data.batch import (
     TokenRows,
     fit_columns,
 )
-from mindspeed_rlxf.device.copies import upload
 from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs
 from mindspeed_rlxf.roles.reports import ExperienceReport, Summary, value_fit
 
@@ -138,7 +138,7 @@ class ClippedObjective:
         log_probs, entropy = tokens
 
         def of_tokens(column: Tensor) -> Tensor:
-            return upload(column[rows][mask], log_probs.device)
+            return copy_beside(log_probs, column[rows][mask])
 
         lengths = mask.sum(1)
         old = log_probs.detach()
@@ -200,7 +200,7 @@ class PairObjective:
         """
         mask = experience.trained_mask[rows]
         log_probs, entropy = tokens
-        ref = upload(experience.ref_log_probs[rows][mask], log_probs.device)
+        ref = copy_beside(log_probs, experience.ref_log_probs[rows][mask])
         lengths = mask.sum(1).tolist()
         ratios = torch.stack([row.sum() for row in (log_probs - ref).split(lengths)])
         first, second = ratios.view(-1, 2).unbind(1)
@@ -208,7 +208,7 @@ class PairObjective:
         at = mask.long().argmax(1, keepdim=True)
         signs_on_host = experience.advantages[rows].gather(1, at).view(-1, 2)[:, 0]
         num_decided = int((signs_on_host != 0).sum())
-        sign = upload(signs_on_host, log_probs.device)
+        sign = copy_beside(log_probs, signs_on_host)
         chosen = torch.where(sign < 0, second, first)
         rejected = torch.where(sign < 0, first, second)
         decided = (sign != 0).float()

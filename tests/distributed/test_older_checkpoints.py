@@ -44,7 +44,7 @@ class Older:
             for _ in range(2):
                 for parameter in engine.module.parameters():
                     parameter.main_grad.normal_()
-                engine.optimizer.step()
+                engine._guarded.step([])
         return RoleOutput()
 
     def save_older(self, folder: Path) -> RoleOutput:

@@ -76,7 +76,8 @@ def test_functions_have_to_name_rules_that_take_their_arguments(
     assert why in problem
 
 
-def test_a_plan_has_every_text_that_a_process_needs() -> None:
+def test_a_plan_has_every_text_that_a_process_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "_loaded", {})  # without those of other tests
     mine = plugins.Source("/gone/mine.py", "def score(): ...")
     plugins.carry(mine)
     registers = "from mindspeed_rlxf.rewards.rules import register_rule\n"
