@@ -35,8 +35,8 @@ def head(settings: Settings, shape: str) -> Figures:
 
     def ours(hidden: Any, weight: Any) -> Any:
         with_entropy = torch.is_grad_enabled()
-        settings = labels, sizes["vocab_size"], alone
-        return token_log_probs(hidden, weight, *settings, with_entropy=with_entropy)[0]
+        rest = labels, sizes["vocab_size"], alone
+        return token_log_probs(hidden, weight, *rest, with_entropy=with_entropy)[0]
 
     def liger(hidden: Any, weight: Any) -> Any:
         functional: Any = importlib.import_module("liger_kernel.transformers.functional")

@@ -69,7 +69,10 @@ class ClipRange(NamedTuple):
 
 
 def copy_beside(values: Tensor, on_host: Tensor) -> Tensor:
-    """Copy a host tensor to the device of `values`, without waiting for its work until now."""
+    """Copy a host tensor to the device of `values`, without waiting for its work until now.
+
+    As `device.copies.upload`, for rooms that know no devices.
+    """
     if on_host.device == values.device:
         return on_host
     return on_host.pin_memory().to(values.device, non_blocking=True)

@@ -19,8 +19,8 @@ from mindspeed_rlxf.cluster.errors import StorageUnreadable
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.fields import Resume, extra_of
 from mindspeed_rlxf.config.keys import REMOVED, find_field, to_yaml
-from mindspeed_rlxf.config.load import config_file, list_configs
 from mindspeed_rlxf.config.problems import Problem, UserError, shorten_value
+from mindspeed_rlxf.config.resolved_files import config_file, list_configs
 from mindspeed_rlxf.config.schema import SAVED_AS, LearningConfig, RunConfig
 from mindspeed_rlxf.config.unused import idle_keys
 from mindspeed_rlxf.weights.atomic import replace_file

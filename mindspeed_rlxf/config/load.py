@@ -6,11 +6,9 @@ then pydantic validates everything at once. Rules between sections run once ever
 
 import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
@@ -46,6 +44,7 @@ from mindspeed_rlxf.config.keys import (
     keys_of,
     unknown_key,
 )
+from mindspeed_rlxf.config.micro_batches import set_micro_batches
 from mindspeed_rlxf.config.placement import place_roles, trains_adapters
 from mindspeed_rlxf.config.plugins import (
     complete_function,
@@ -76,9 +75,6 @@ AUTO = "auto"
 """A role's `model` that takes the architecture from config.json in its `load` folder."""
 
 DATA_FILES = ("train_files", "val_files")
-TOKENS_PER_MICRO_BATCH = 8192
-"""Default of `max_tokens_per_micro_batch`, if no row is longer."""
-
 AGENT_SLICE_STEPS = 32
 """Default of `rollout.slice_steps` with agents, whose turns are short."""
 
@@ -225,7 +221,7 @@ def _build(raw: RawConfig, name: str) -> Tree:
         if role.value not in payload:
             payload[role.value] = _build_role(raw, role)
     _set_stage_defaults(training, payload["algorithm"], payload["actor_rollout"])
-    _set_micro_batches(raw, payload)
+    set_micro_batches(raw, payload)
     _set_correction(payload)
     if any(payload["rollout"].get(name) for name in ("agent", "tools", "program")):
         set_default(payload["rollout"], slice_steps=AGENT_SLICE_STEPS)
@@ -411,78 +407,6 @@ def _set_stage_defaults(training: Tree, algorithm: Tree, actor: Tree) -> None:
         set_default(algorithm, **traits.defaults)
     if algorithm.get("kl_in") == "loss":
         set_default(algorithm, kl_penalty=KlPenalty.LOW_VAR_KL.value)
-
-
-def _set_micro_batches(raw: RawConfig, payload: Tree) -> None:
-    """Let roles without a micro-batch size fill each pass with tokens, where that changes nothing.
-
-    Rows must be packed, and the loss no mean of micro-batches, which a plugin's objective may be. A
-    pipeline has one sample per pass, since a few large passes leave its stages idle. A run that was
-    started with a number of samples per pass, as older versions did by default, goes on so: other
-    micro-batches round otherwise.
-    """
-    training, algorithm = payload["training"], payload["algorithm"]
-    seq_length = training.get("seq_length")
-    if type(seq_length) is not int:
-        return  # pydantic reports it
-    averages = algorithm.get("loss_normalizer") == LossNormalizer.MICRO_BATCH_MEAN.value
-    averages |= algorithm.get("objective") is not None
-    compares_pairs = training.get("stage") == Stage.RAY_ONLINE_DPO.value
-    earlier = read_resolved(training)
-    for role in CONFIGURED:
-        section = payload[role.value] or {}
-        if "architecture" not in section or not section.get("packed_sequences", True):
-            continue
-        if "micro_batch_size" in section or "max_tokens_per_micro_batch" in section:
-            continue
-        is_trained = issubclass(ROLE_SECTIONS[role], LearningConfig)
-        balances_experts = bool(section["architecture"].get("moe_aux_loss_coeff"))
-        if is_trained and (averages or balances_experts):
-            continue
-        if role is Role.ACTOR_ROLLOUT and compares_pairs:
-            continue
-        if section.get("pipeline_model_parallel_size", 1) != 1:
-            continue
-        limit = max(seq_length, TOKENS_PER_MICRO_BATCH)
-        num_samples = _samples_per_pass(earlier.get(role.value))
-        if num_samples is None:
-            section["max_tokens_per_micro_batch"] = limit
-            continue
-        section["micro_batch_size"] = num_samples
-        meaning = f"as this run began; max_tokens_per_micro_batch={limit} fills passes with tokens"
-        raw.note(meaning, f"{role.value}.micro_batch_size={num_samples}")
-
-
-def _samples_per_pass(section: Any) -> int | None:
-    """Return the samples per pass of a resolved role; None if it counts tokens."""
-    if not isinstance(section, dict) or section.get("max_tokens_per_micro_batch") is not None:
-        return None
-    num_samples = section.get("micro_batch_size")
-    return num_samples if type(num_samples) is int else None
-
-
-def read_resolved(training: Tree) -> Tree:
-    """Return what a run in the folder `training.output_dir` was resolved to; {} without one."""
-    if training.get("new_run") is True:
-        return {}
-    files = list_configs(Path(os.path.expanduser(str(training["output_dir"]))))
-    if not files:
-        return {}
-    try:
-        values = yaml.safe_load(files[-1].read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):  # reported later
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
-def list_configs(folder: Path) -> list[Path]:
-    """Return the resolved configurations of a run, oldest first: config.yaml, config.1.yaml, ..."""
-    return list(takewhile(Path.exists, (config_file(folder, number) for number in count())))
-
-
-def config_file(folder: Path, num_changes: int) -> Path:
-    """Return the file of a run's resolved configuration after so many changes."""
-    return folder / (f"config.{num_changes}.yaml" if num_changes else "config.yaml")
 
 
 def _set_correction(payload: Tree) -> None:

@@ -37,8 +37,7 @@ def begin_download(tensor: Tensor) -> Tensor:
     """
     if tensor.device.type == "cpu":
         return tensor
-    pinned = device.active_library() is not None
-    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return on_host.copy_(tensor, non_blocking=True)
 
 

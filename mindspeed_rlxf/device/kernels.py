@@ -91,8 +91,8 @@ def _varlen_attention(module: str, name: str, **causal: Any) -> Any:
     def attend(
         query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, key_lengths: Lengths
     ) -> Tensor:
-        ends = _ends(lengths, query.device)
-        key_ends = _ends(key_lengths, query.device)
+        ends = sequence_ends(lengths, query.device)
+        key_ends = sequence_ends(key_lengths, query.device)
         longest = max(lengths), max(key_lengths)
         out: Tensor = operator(query, key, value, ends, key_ends, *longest, **causal)
         return out
@@ -114,7 +114,8 @@ def _npu_decode_attention() -> Any:
 
 # Cached, because every layer asks for those of the same pack.
 @functools.lru_cache(maxsize=8)
-def _ends(lengths: Lengths, device: torch.device) -> Tensor:
+def sequence_ends(lengths: Lengths, device: torch.device) -> Tensor:
+    """Return 0 and the ends of packed sequences, [sequences + 1] int32."""
     return upload(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
 
 

@@ -26,8 +26,11 @@ def recompute_activations(model: Any) -> None:
             experts.recomputes_activation = True
 
 
-def _forward(mlp: Any, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
-    """Compute like the forward of Megatron's MLP, which has no bias here."""
+def _forward(mlp: Any, hidden: Tensor, padding_mask: None = None) -> tuple[Tensor, None]:
+    """Compute like the forward of Megatron's MLP, which has no bias here.
+
+    Megatron's layer passes a `padding_mask`, of which only a router makes use.
+    """
 
     def activate(widened: Tensor) -> Tensor:
         if mlp.config.bias_activation_fusion:

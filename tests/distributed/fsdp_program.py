@@ -82,15 +82,7 @@ def compute(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     """Return log-probs, values, each step's metrics, and the weights after the steps."""
     config, results = config_of(case, ranks), {}
     if "refused" in case:
-        always: dict[str, Any] = {name: lambda model: True for name in case["refused"]}
-        with ExitStack() as stack:
-            for module in (fsdp_model, fsdp_engine, fsdp_probe) if always else ():
-                stack.enter_context(patch.multiple(module, create=True, **always))
-            try:
-                ActorRole(config)
-            except ValueError as error:
-                return {"error": str(error)}
-        return {"error": "none"}
+        return refuse(case, config)
     rollouts = make_rollouts()
     experience = make_experience(rollouts)
     for name, role in (("actor", Role.ACTOR_ROLLOUT), ("critic", Role.CRITIC)):
@@ -159,6 +151,19 @@ def compute(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
             adapters = [Path(case["export"]) / f"{name}_adapter"] * ("lora" in trained_keys(case))
             engine.export(Path(case["export"]) / name, None, *adapters)
     return results
+
+
+def refuse(case: dict[str, Any], config: RunConfig) -> dict[str, Any]:
+    """Return the error of an engine whose model has the properties `refused`."""
+    always: dict[str, Any] = {name: lambda model: True for name in case["refused"]}
+    with ExitStack() as stack:
+        for module in (fsdp_model, fsdp_engine, fsdp_probe) if always else ():
+            stack.enter_context(patch.multiple(module, create=True, **always))
+        try:
+            ActorRole(config)
+        except ValueError as error:
+            return {"error": str(error)}
+    return {"error": "none"}
 
 
 @contextmanager

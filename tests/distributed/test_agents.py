@@ -310,14 +310,14 @@ def talk(
     return [reply.report for reply in replies if reply.report is not None]
 
 
-@pytest.mark.parametrize(
-    ("architecture", "size", "keys"),
-    [
-        pytest.param(QWEN3_MOE, 2, EP2, id="ep2"),
-        pytest.param(MIXTRAL, 2, {**TP2, **SP}, id="tp2"),
-        pytest.param(MIXTRAL, 4, {**TP2, **EP2, **SP}, id="tp2-ep2", marks=LONG),
-    ],
-)
+SHARED_LAYOUTS = [
+    pytest.param(QWEN3_MOE, 2, EP2, id="ep2"),
+    pytest.param(MIXTRAL, 2, {**TP2, **SP}, id="tp2"),
+    pytest.param(MIXTRAL, 4, {**TP2, **EP2, **SP}, id="tp2-ep2", marks=LONG),
+]
+
+
+@pytest.mark.parametrize(("architecture", "size", "keys"), SHARED_LAYOUTS)
 def test_ranks_that_share_a_replica_or_experts_lead_the_conversations_of_one(
     warm_runtime: Any, tmp_path: Path, architecture: Any, size: int, keys: Any
 ) -> None:
@@ -338,12 +338,7 @@ def same_rows(replicas: list[Any], one: Any) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "size", "keys"),
-    [
-        pytest.param(MIXTRAL, 1, {}, id="one"),
-        pytest.param(QWEN3_MOE, 2, EP2, id="ep2"),
-        pytest.param(MIXTRAL, 2, {**TP2, **SP}, id="tp2"),
-        pytest.param(MIXTRAL, 4, {**TP2, **EP2, **SP}, id="tp2-ep2", marks=LONG),
-    ],
+    [pytest.param(MIXTRAL, 1, {}, id="one"), *SHARED_LAYOUTS],
 )
 def test_the_gateway_leads_sixty_four_conversations_at_once_as_agents_of_one_process(
     warm_runtime: Any, tmp_path: Path, architecture: Any, size: int, keys: Any

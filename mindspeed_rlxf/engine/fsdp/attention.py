@@ -11,9 +11,8 @@ import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache
 from inspect import signature
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_rlxf.device.copies import upload
-from mindspeed_rlxf.device.kernels import assert_close, noise
+from mindspeed_rlxf.device.kernels import assert_close, noise, sequence_ends
 from mindspeed_rlxf.models.context_parallel import exchange_for_heads, exchange_for_tokens
 
 logger = logging.getLogger(__name__)
@@ -201,7 +199,7 @@ def _attend_flash(
 
     packing: dict[str, Any] = {}
     if layout.lengths is not None:
-        ends = _ends(layout.lengths, query.device)
+        ends = sequence_ends(layout.lengths, query.device)
         longest = max(layout.lengths)
         packing = {
             "cu_seq_lens_q": ends,
@@ -271,7 +269,7 @@ def _attend_varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     assert layout.lengths is not None, "padded rows are not packed"
-    ends = _ends(layout.lengths, query.device)
+    ends = sequence_ends(layout.lengths, query.device)
     longest = max(layout.lengths)
     window = kinds.get("sliding_window")
     num_before = -1 if window is None else window - 1  # tokens that one sees beside itself
@@ -288,11 +286,6 @@ def _attend_varlen(
         enable_gqa=query.size(1) != key.size(1),
     )
     return attended[None]
-
-
-@lru_cache(maxsize=2)  # one tensor for all layers
-def _ends(lengths: tuple[int, ...], target: torch.device) -> Tensor:
-    return upload(torch.tensor((0, *accumulate(lengths)), dtype=torch.int32), target)
 
 
 def _with_heads(module: Any, heads: int, rank: int, groups: int) -> Any:
