@@ -99,6 +99,12 @@ class RolloutConfig(Section):
         "all; off until devices have shown that both ways agree",
         used_if="engine=native; rollout_tp>1",
     )
+    decode_graphs: bool = free(
+        False,
+        "on CUDA the host launches a decode step as one graph, for models without experts or "
+        "tensor parallelism; off until devices have shown that both ways agree",
+        used_if="engine=native; rollout_tp=1; !actor_rollout.architecture.num_experts",
+    )
     tools: Annotated[tuple[ToolConfig, ...], Word] = key(
         (),
         "functions that the model may call, path/to/file.py:name or python; the agent is then "

@@ -37,6 +37,8 @@ TEXTS = {
     "architecture.num_experts": "num_experts in its model",
     "compares_responses": "an algorithm.adv_estimator that compares responses, as grpo or rloo",
     "runs_vllm": "rollout.engine=vllm",
+    "rollout_tp=1": "a rollout tensor_model_parallel_size of 1",
+    "!actor_rollout.architecture.num_experts": "!num_experts in its model",
     "rollout_tp>1": "a rollout tensor_model_parallel_size above 1",
     "runs_agents": "rollout.agent, rollout.program or rollout.tools",
     "rollout.runs_agents": "rollout.agent, rollout.program or rollout.tools",

@@ -11,6 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from mindspeed_rlxf.models.attention import Attend
 from mindspeed_rlxf.models.decode import Decoder, linear
 from mindspeed_rlxf.models.heads import first_rank_logits, full_logits
 from mindspeed_rlxf.models.transformer import TransformerModel
+from mindspeed_rlxf.rollout.decode_graphs import DecodeGraphs, padded_rows
 from mindspeed_rlxf.rollout.expert_sync import ExpertSync
 from mindspeed_rlxf.rollout.kv_cache import (
     CacheShape,
@@ -90,6 +92,7 @@ class Generation:
         steps: int,
         kept_rows: dict[int, KeptRow],
         first_rank_draws: bool = False,
+        decode_graphs: bool = False,
     ) -> None:
         """Allocate an empty KV cache.
 
@@ -101,11 +104,15 @@ class Generation:
             steps: Decode steps launched before the host reads the drawn tokens.
             kept_rows: Sample id -> its row, of samples whose turn has ended; changed here.
             first_rank_draws: Whether the logits go to the first tensor-parallel rank alone.
+            decode_graphs: Whether decode steps run as graphs where they can (`decode_graphs.py`).
         """
         self.model, self.weights_version, self.expert_sync = model, weights_version, expert_sync
         self.max_rows, self.max_tokens, self.steps = limits.rows, limits.tokens, steps
         self.kept_rows = kept_rows
         self._first_rank_draws = first_rank_draws and model.tp_group.size() > 1
+        self._graphs: DecodeGraphs | None = None
+        if decode_graphs and model.tp_group.size() == 1 and model.config.num_moe_experts is None:
+            self._graphs = DecodeGraphs()
         self.stats = GenerationStats()
         self.waiting: deque[GrowingSample] = deque()
         self.active: list[GrowingSample] = []
@@ -175,7 +182,8 @@ class Generation:
         longest, rows, limit = self._longest_row(0), len(self.active), self.max_tokens
         for row in itertools.islice(self.waiting, self.max_rows - rows):
             longest, rows = max(longest, len(row.request.prompt) + len(row.tokens)), rows + 1
-            if limit is not None and rows * self._row_capacity(longest + GROWTH) > limit:
+            capacity = self._row_capacity(longest + GROWTH)
+            if limit is not None and self._cache_rows(rows) * capacity > limit:
                 return rows - 1 - len(self.active)
         return rows - len(self.active)
 
@@ -215,7 +223,7 @@ class Generation:
 
         num_taken: tokens that were kept, and are copied into the cache next.
         """
-        rows = len(self.active)
+        rows = self._cache_rows(len(self.active))
         num_cached = self.cache.num_rows * self.cache.capacity  # it may stay as large as it is
         num_cached = max(num_cached, rows * self._row_capacity(longest))
         self._forget_kept(self._most_tokens - num_cached - num_taken)
@@ -400,13 +408,27 @@ class Generation:
         self._fit_cache(self._longest_row(steps))
         if self._groups is None:
             self._groups = self.states.group_by_settings(self.active)
+        run_step = partial(self._decode_once, rows, self._groups)
+        if self._graphs is not None and len(self._groups) == 1:
+            num_padded = self._cache_rows(rows)
+            self.states.set_padding(slice(rows, num_padded))
+            step = partial(self._decode_once, num_padded, self._groups)
+            settings = self._groups[0].settings
+            run_step = partial(self._graphs.run, step, num_padded, settings, self.cache)
         for _ in range(steps):
-            position = self.states.position[:rows]
-            attend = DecodeStep(cache=self.cache, position=position)
             self.expert_sync.announce(rows)
-            hidden = self._decoder(self.states.last[:rows], position, attend)
-            self._draw_next(hidden, slice(0, rows), self._groups)
+            run_step()
         return steps
+
+    def _decode_once(self, rows: int, groups: Sequence[RowGroup]) -> None:
+        """Compute the first `rows` rows' next tokens, without waiting for the device.
+
+        All that differs between steps is read from `states`, as this may be captured in a graph.
+        """
+        position = self.states.position[:rows]
+        attend = DecodeStep(cache=self.cache, position=position)
+        hidden = self._decoder(self.states.last[:rows], position, attend)
+        self._draw_next(hidden, slice(0, rows), groups)
 
     def _draw_next(self, hidden: Tensor, cache_rows: slice, groups: Sequence[RowGroup]) -> None:
         model = self.model
@@ -483,12 +505,13 @@ class Generation:
         limit, rows = self.max_tokens, len(self.active)
         if limit is None or rows == 1:
             return
-        if rows * self._row_capacity(self._longest_row(steps)) <= limit:
+        if self._cache_rows(rows) * self._row_capacity(self._longest_row(steps)) <= limit:
             return
         kept = np.argsort(-self._counts, kind="stable").tolist()
         lengths = self._prompts + self._counts
         while len(kept) > 1:
-            if len(kept) * self._row_capacity(int(lengths[kept].max()) + GROWTH) <= limit:
+            capacity = self._row_capacity(int(lengths[kept].max()) + GROWTH)
+            if self._cache_rows(len(kept)) * capacity <= limit:
                 break
             kept.pop()
         preempted = self._remove_rows(sorted(set(range(rows)) - set(kept)))
@@ -524,6 +547,10 @@ class Generation:
     def _set_active(self, rows: list[GrowingSample], counts: np.ndarray) -> None:
         self.active, self._counts, self._groups = rows, counts, None
         self._prompts = np.array([len(row.request.prompt) for row in rows], dtype=np.int64)
+
+    def _cache_rows(self, rows: int) -> int:
+        """Return how many rows the cache has for `rows` samples; with graphs also padding."""
+        return rows if self._graphs is None else padded_rows(rows, self.max_rows)
 
     def _row_capacity(self, length: int) -> int:
         return min(round_to_pages(length), self._max_length)

@@ -39,7 +39,11 @@ class CacheShape:
 
 
 class KvCache:
-    """Keys and values for all layers: [layer][rows, groups, capacity, head_dim]."""
+    """Keys and values for all layers: [layer][rows, groups, capacity, head_dim].
+
+    Attributes:
+        num_resizes: How often `fit` has replaced the tensors.
+    """
 
     def __init__(self, shape: CacheShape, max_length: int, device: torch.device) -> None:
         """Make a cache without rows, which may have up to `max_length` tokens."""
@@ -47,6 +51,7 @@ class KvCache:
         self.max_length = max_length
         self.num_rows = 0
         self.capacity = 0
+        self.num_resizes = 0
         empty = (0, shape.groups, 0, shape.head_dim)
         layers = range(shape.num_layers)
         self.keys = [torch.zeros(empty, dtype=shape.dtype, device=device) for _ in layers]
@@ -76,6 +81,7 @@ class KvCache:
                 del old
         self.num_rows = num_rows
         self.capacity = capacity
+        self.num_resizes += 1
 
     def write(self, layer: int, index: tuple[Tensor, ...], key: Tensor, value: Tensor) -> None:
         """Store each token's key and value, [tokens, groups, head_dim] each.

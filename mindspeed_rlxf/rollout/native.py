@@ -48,6 +48,7 @@ class NativeRollout:
         steps: int | None = None,
         capacities: Capacities | None = None,
         first_rank_draws: bool = False,
+        decode_graphs: bool = False,
     ) -> None:
         """Make a sleeping engine without weights.
 
@@ -60,10 +61,12 @@ class NativeRollout:
             capacities: Sizes of every generation; requests may then be added while others are
                 unfinished. None = those of the requests at hand.
             first_rank_draws: See `rollout.first_rank_draws`.
+            decode_graphs: See `rollout.decode_graphs`; on CUDA only.
         """
         self.source, self.max_rows, self.memory = source, max_rows, memory
         self.capacities = capacities
         self.first_rank_draws = first_rank_draws
+        self.decode_graphs = decode_graphs
         self.model: TransformerModel = source.module
         self._stats = GenerationStats()
         self._generation: Generation | None = None  # None = nothing has begun
@@ -169,6 +172,7 @@ class NativeRollout:
                 self.steps,
                 self._kept_rows,
                 self.first_rank_draws,
+                self.decode_graphs,
             )
         self._generation.add(self._added)
         self._added = []

@@ -138,6 +138,7 @@ class RowStates:
         self.limit = zeros(max_rows)  # most tokens of the response
         self.turn_start = zeros(max_rows)  # tokens of the response before its turn
         self.is_active = zeros(max_rows)  # 1 = goes on, 0 = has ended
+        self._ends: dict[tuple[int, ...], Tensor] = {}  # EOS ids; decode graphs keep the addresses
 
     def set_up(self, first: int, rows: Sequence[GrowingSample]) -> None:
         """Set the rows from `first` on, which are to be prefilled.
@@ -171,12 +172,23 @@ class RowStates:
             RowGroup(
                 settings,
                 torch.tensor(group).to(self.device) if len(indices) > 1 else slice(None),
-                torch.tensor(settings.eos_token_ids).to(self.device)
-                if settings.eos_token_ids
-                else None,
+                self._find_ends(settings.eos_token_ids),
             )
             for settings, group in indices.items()
         ]
+
+    def _find_ends(self, eos_token_ids: tuple[int, ...]) -> Tensor | None:
+        """Return the EOS ids on the device, the same tensor in each call; None for none."""
+        if not eos_token_ids:
+            return None
+        if eos_token_ids not in self._ends:
+            self._ends[eos_token_ids] = torch.tensor(eos_token_ids).to(self.device)
+        return self._ends[eos_token_ids]
+
+    def set_padding(self, padding: slice) -> None:
+        """Make these rows, which no sample has, ended ones that a decode step may compute."""
+        self.position[padding] = 0
+        self.is_active[padding] = 0
 
     def next_uniforms(self, cache_rows: slice) -> tuple[Tensor, Tensor]:
         """Return each row's random number for its next token, and its turn's tokens.

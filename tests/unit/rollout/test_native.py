@@ -49,6 +49,7 @@ class TinyModel(nn.Module):
             num_query_groups=GROUPS,
             tensor_model_parallel_size=1,
             kv_channels=DIM,
+            num_moe_experts=None,
             params_dtype=torch.float64,
         )
         self.architecture = SimpleNamespace(vocab_size=VOCAB)
