@@ -163,6 +163,10 @@ class Pair:
 
     def ours(self, lengths: Sequence[int]) -> int:
         """Generate responses of these lengths with the native engine; return the sum of tokens."""
+        return sum(len(result.tokens) for result in self.responses(lengths))
+
+    def responses(self, lengths: Sequence[int]) -> list[Any]:
+        """Generate responses of these lengths with the native engine."""
         from mindspeed_rlxf.rollout.rollout_engine import GenerationRequest
         from mindspeed_rlxf.rollout.sampling import SamplingSettings
 
@@ -171,7 +175,7 @@ class Pair:
             GenerationRequest(i, i, prompts[i], SamplingSettings(True, 1.0, 0, 1.0, 0, n, ()), SEED)
             for i, n in enumerate(lengths)
         ]
-        return sum(len(result.tokens) for result in self.engine.generate(asked))
+        return sorted(self.engine.generate(asked), key=lambda result: result.place)
 
     def theirs(self, lengths: Sequence[int]) -> int:
         """Generate responses of these lengths with transformers, `rows` at a time.

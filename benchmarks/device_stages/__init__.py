@@ -8,6 +8,7 @@ STAGES. Figures are JSON: `error` means failed, `skipped` not measured, both wit
 from functools import partial
 
 from .checks import bring_up_real, bring_up_tiny, environment, resume
+from .graphs import graphs
 from .head import head
 from .options import options
 from .settings import Stage
@@ -16,6 +17,7 @@ from .table import (
     bring_up_row,
     decode_row,
     environment_row,
+    graphs_row,
     grpo_row,
     head_row,
     options_row,
@@ -42,6 +44,7 @@ STAGES = (
     Stage("grpo-0.5b", 75, partial(grpo, shape="0.5b"), grpo_row),
     Stage("grpo-0.5b-trl", 150, partial(grpo_trl, shape="0.5b"), trl_row),
     Stage("resume", 90, resume, resume_row),
+    Stage("graphs-1.5b", 75, partial(graphs, shape="1.5b"), graphs_row),
     Stage("head-1.5b", 60, partial(head, shape="1.5b"), head_row),
     Stage("options-1.5b", 150, partial(options, shape="1.5b"), options_row),
     Stage("options-1.5b-fsdp", 60, partial(options, shape="1.5b", engine="fsdp"), options_row),

@@ -89,6 +89,28 @@ def build_actor(settings: Settings, shape: str, backend: str, **keys: Any) -> tu
     return Ours(config, rollouts), {"micro_batch_tokens": tokens, "planned_gib": planned_gib}
 
 
+def build_pair(settings: Settings, shape: str) -> Any:
+    """Return the native engine and transformers' model of `rollout.py`, in bf16."""
+    import torch
+    from rollout import Pair
+    from transformers import AutoModelForCausalLM
+
+    from mindspeed_rlxf import device
+    from mindspeed_rlxf.config.architecture import ArchitectureConfig
+    from mindspeed_rlxf.config.hf_config import parse_architecture, read_hf_config
+
+    policy = model_folder(settings, shape) / "policy"
+    fields = parse_architecture(read_hf_config(policy))
+    architecture = ArchitectureConfig(**{k: v for k, v in fields.items() if v is not None})
+    peer: Any = AutoModelForCausalLM.from_pretrained(
+        policy, attn_implementation="sdpa", dtype=torch.bfloat16
+    ).to(device.current_device())
+    peer.generation_config.eos_token_id = None
+    pair = Pair(architecture, True, peer, torch.bfloat16, settings.sizes.decode[0])
+    pair.threads = {"ours": settings.threads, "transformers": settings.threads}
+    return pair
+
+
 def planned_bytes(config: Any) -> int:
     """Return the peak that the plan has for an update of the actor."""
     from mindspeed_rlxf.config.enums import Role

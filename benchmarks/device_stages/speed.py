@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import statistics
 from argparse import Namespace
-from typing import Any
 
-from .engines import build_actor, joined, model_folder, seconds
+from .engines import build_actor, build_pair, joined, model_folder, seconds
 from .settings import GIB, Figures, Settings
 
 
@@ -41,26 +40,9 @@ def update(settings: Settings, shape: str, engine: str) -> Figures:
 
 def decode(settings: Settings, shape: str) -> Figures:
     """Measure the native engine beside `transformers.generate` in this process."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from mindspeed_rlxf import device
-    from mindspeed_rlxf.config.architecture import ArchitectureConfig
-    from mindspeed_rlxf.config.hf_config import parse_architecture, read_hf_config
-
     with joined(settings):
-        from rollout import Pair
-
-        policy = model_folder(settings, shape) / "policy"
-        fields = parse_architecture(read_hf_config(policy))
-        architecture = ArchitectureConfig(**{k: v for k, v in fields.items() if v is not None})
-        peer: Any = AutoModelForCausalLM.from_pretrained(
-            policy, attn_implementation="sdpa", dtype=torch.bfloat16
-        ).to(device.current_device())
-        peer.generation_config.eos_token_id = None
         rows, new_tokens = settings.sizes.decode
-        pair = Pair(architecture, True, peer, torch.bfloat16, rows)
-        pair.threads = {"ours": settings.threads, "transformers": settings.threads}
+        pair = build_pair(settings, shape)
         for generate in (pair.ours, pair.theirs):  # warm up
             generate([8] * rows)
         raced = pair.race([new_tokens] * rows, settings.sizes.repeats)

@@ -100,6 +100,16 @@ def decode_row(line: Line) -> Row:
     )
 
 
+def graphs_row(line: Line) -> Row:
+    """Say how long a decode step takes with and without graphs, and whether both agree."""
+    same = f"{line['equal_tokens']:.1%} equal tokens, log-probs off by {line['off_by']:.2g}"
+    return Row(
+        f"`{line['stage']}`: {line['rows']} rows of {line['new_tokens']} tokens",
+        f"with graphs {line['graphs_step_ms']} ms a step; {same}",
+        f"without {line['step_ms']} ms a step",
+    )
+
+
 def _grpo_name(line: Line) -> str:
     sizes = f"{line['prompts']} prompts x {line['samples']} samples"
     return f"`{line['stage']}`: {sizes}, {line['prompt']} + {line['response']} tokens"

@@ -42,6 +42,7 @@ def test_every_stage_prints_its_line_without_ray(tmp_path: Path) -> None:
         updated = lines[f"update-1.5b-{engine}"]
         assert updated["tokens"] == 4 * (8 + 24) and updated["update_tflops"] > 0
     assert lines["resume"]["is_equal"] and lines["resume"]["killed_in"] == 2
+    assert lines["graphs-1.5b"]["equal_tokens"] == 1 and lines["graphs-1.5b"]["off_by"] < 0.01
     assert len(lines["trace-1.5b"]["kernels"]) == 10
     text = table(list(lines.values()), STAGES)
     assert [name for name in lines if name not in text and name != "environment"] == []
