@@ -307,6 +307,8 @@ def _generate_phases(config: RunConfig, received: int) -> list[Phase]:
         top_ps.append(config.validation.top_p)
     sampling = rows * a.vocab_size * sampling_itemsize(bool(top_ps), min(top_ps, default=1) < 1)
     sampling += fp32_weight_bytes(config, actor, -(-a.vocab_size // tp))
+    # Graphs keep the memory of what they compute, also while a prefill runs.
+    peak = working + sampling if config.rollout.decode_graphs else max(working, sampling)
     # Token id, log-prob and random number of each position.
     state = rows * (actor.max_new_tokens + 1) * (8 + FP32 + FP32)
     tokens = rows * length
@@ -315,7 +317,7 @@ def _generate_phases(config: RunConfig, received: int) -> list[Phase]:
     cache = generation_memory.kv_cache_bytes(tokens, a, tp, item)
     if config.rollout.engine == NATIVE and actor.lora.rank:
         received += joined_elements(a, actor.lora, tp)
-    return [Phase("generate", max(working, sampling) + state, cache, received * item)]
+    return [Phase("generate", peak + state, cache, received * item)]
 
 
 def sampling_itemsize(do_sample: bool, sorts: bool) -> int:

@@ -368,6 +368,8 @@ ROLLOUT = {
     "expert_model_parallel_size": Case(2, base={**SPLIT, **EXPERTS}),
     "first_rank_draws": Shown("../distributed/test_rollout_engine.py",
       "test_the_first_rank_alone_gets_logits_and_draws_the_same"),
+    "decode_graphs": Shown("rollout/test_decode_graphs.py",
+      "test_graphs_sample_what_steps_without_them_sample"),
     "max_staleness": Case(1), "slice_steps": Case(16, base=STALE),
     "slice_s": Shown("../vllm/test_client.py",
      "test_a_slice_that_takes_too_long_ends_with_the_tokens_that_come_next"),

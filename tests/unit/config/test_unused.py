@@ -14,6 +14,7 @@ ACTOR, CRITIC, REF = "actor_rollout.", "critic.", "ref."
 ADAPTIVE = {"algorithm.kl_ctrl": {"type": "adaptive", "kl_coef": 0.0, "horizon": 5}}
 LOCAL = {"runtime.kind": "local", "resource_pool.main": 1}
 JOINED = {"runtime.address": "head:6379"}
+GRAPHS = {**JOINED, "device.kind": "cuda", "rollout.decode_graphs": True}
 MODEL = {"reward": {"kind": "model", "rules": {"a": "gsm8k"}}, "placement.reward": "main"}
 NEVER = {"validation.before": False, "validation.after": False}
 VALIDATES = {"data.val_files": "val.jsonl"}
@@ -53,6 +54,10 @@ CASES: list[tuple[Changes, str, Changes]] = [
      JOINED),
     ({"rollout.first_rank_draws": True}, "rollout.first_rank_draws",
      {f"{ACTOR}tensor_model_parallel_size": 2}),
+    ({**GRAPHS, f"{ACTOR}tensor_model_parallel_size": 2},
+     "rollout.decode_graphs", {f"{ACTOR}tensor_model_parallel_size": 1}),
+    ({**GRAPHS, "model.small.num_experts": 4}, "rollout.decode_graphs",
+     {"model.small.num_experts": None}),
     ({"device.devices_per_node": 4}, "device.devices_per_node", {"device.memory_gib": 64}),
     ({f"{ACTOR}do_sample": True, f"{ACTOR}top_k": 3, f"{ACTOR}min_new_tokens": 2,
      f"{ACTOR}fixed_responses": "given.jsonl"}, "actor_rollout.top_k actor_rollout.min_new_tokens",

@@ -85,3 +85,12 @@ def test_the_first_rank_gathers_nothing_on_npu(problems):
     (problem,) = problems({**changes, "device.kind": "npu"})
     assert problem.startswith("rollout.first_rank_draws=true")
     assert problems({**changes, "device.kind": "cuda"}) == []
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("kind", ["cpu", "npu"])
+def test_decode_graphs_are_those_of_cuda(problems, kind):
+    changes = {"rollout.decode_graphs": True, "runtime.address": "head:6379"}
+    (problem,) = problems({**changes, "device.kind": kind})
+    assert problem.startswith("rollout.decode_graphs=true")
+    assert problems({**changes, "device.kind": "cuda"}) == []
