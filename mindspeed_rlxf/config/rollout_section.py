@@ -29,7 +29,10 @@ class VllmConfig(Section):
         None, "devices of a server; null = rollout.tensor_model_parallel_size", ge=1
     )
     max_num_seqs: int | None = free(
-        None, "requests computed at once; null = actor_rollout.num_samples_per_step, else 256", ge=1
+        None,
+        "requests computed at once; null = actor_rollout.num_samples_per_step, else as many as fit "
+        "into the KV cache (64 to 1024), on CPU 256",
+        ge=1,
     )
     gpu_memory_utilization: float = free(
         0.5, "fraction of a device's memory for weights and KV cache", gt=0, le=1

@@ -155,7 +155,7 @@ def test_further_options_stand_beside_those_of_the_run(tmp_path: Path) -> None:
     rollout = config.rollout.model_copy(update={"vllm": vllm})
     actor = config.actor_rollout.model_copy(update={"bf16": True, "fp32_head": True})
     changes = {"rollout": rollout, "actor_rollout": actor}
-    _, words = server.server_command(config.model_copy(update=changes), True, False)
+    _, words = server.server_command(config.model_copy(update=changes), 4, True, False)
     overrides = json.loads(words[words.index("--hf-overrides") + 1])
     assert overrides == {"head_dtype": "float32", "rope_theta": 5.0}
     assert "--no-enable-prefix-caching" in words and "--enforce-eager" in words

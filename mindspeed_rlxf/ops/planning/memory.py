@@ -10,13 +10,11 @@ from math import prod
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config import generation_memory
 from mindspeed_rlxf.config.enums import RewardKind, Role
-from mindspeed_rlxf.config.host_rules import GIB
 from mindspeed_rlxf.config.rank_layout import count_per_node
 from mindspeed_rlxf.config.schema import OffloadConfig, RunConfig
 from mindspeed_rlxf.models.parameter_counts import (
     adapter_sizes,
     joined_elements,
-    model_elements,
     received_elements,
     shard_sizes,
 )
@@ -36,6 +34,11 @@ from mindspeed_rlxf.ops.planning.stage_memory import (
 )
 from mindspeed_rlxf.rollout.rollout_engine import NATIVE
 from mindspeed_rlxf.rollout.transfer import make_buckets
+from mindspeed_rlxf.rollout.vllm.sizes import (
+    server_cache_bytes,
+    server_rows,
+    server_weight_bytes,
+)
 
 TRAINS = "ranks that train"
 GENERATES = "ranks that generate"
@@ -183,16 +186,8 @@ def server_memory(config: RunConfig) -> RoleMemory:
 
     On CPU a server does not sleep. On devices it has its share while training makes room.
     """
-    actor = config.actor_rollout
-    keys = config.rollout.vllm
-    elements = model_elements(actor.architecture, Head.LANGUAGE_MODEL)
-    weights = elements * itemsize(actor) // config.rollout_tp
-    weights += _adapter_elements(config, config.rollout_tp) * itemsize(actor)
-    if keys.kv_cache_gib or on_cpu(config):
-        cache = int((keys.kv_cache_gib or 1.0) * GIB)
-    else:
-        share = int(keys.gpu_memory_utilization * (device_memory(config) or 0))
-        cache = max(0, share - weights)
+    weights = server_weight_bytes(config)
+    cache = server_cache_bytes(config, on_cpu(config), device_memory(config) or 0)
     if on_cpu(config):
         phase = Phase("vLLM server")
         lasting = cache + weights
@@ -334,10 +329,12 @@ def cache_rows(config: RunConfig) -> int:
 
     At most `num_samples_per_step`; if unset, as many as fit into the KV cache with the longest
     prompt and half a response each, at least one (all if the memory is unknown). Never more than
-    the replica's samples in an iteration.
+    the replica's samples in an iteration. A vLLM server has a rule of its own (`server_rows`).
     """
     actor = config.actor_rollout
     waiting = -(-config.samples_per_iteration // config.rollout_layout.dp)
+    if config.runs_vllm:
+        return min(server_rows(config, on_cpu(config), device_memory(config)), waiting)
     sizes = actor.max_prompt_length, actor.max_new_tokens
     return generation_memory.kv_cache_rows(
         actor.num_samples_per_step, waiting, *sizes, _cache_tokens(config)

@@ -41,11 +41,11 @@ from mindspeed_rlxf.rollout.vllm.server import (
     Server,
     server_command,
 )
+from mindspeed_rlxf.rollout.vllm.sizes import server_rows
 from mindspeed_rlxf.rollout.vllm.weights import AdapterFolder, DeviceBuffer, SharedMemory
 
 MOST_FAILURES = 2  # of servers, until one has answered all that it was asked
 STALL = 0.1  # of `runtime.timeout_s` without any token: the server hangs
-MOST_ROWS = 256  # requests at once, where the configuration sets none; vLLM's default
 CANARY_TOKENS = 300  # more than one block of the prefix cache: 16, or 128 on CPU and NPU
 
 
@@ -74,7 +74,7 @@ class VllmRollout:
         self.on_cpu, self.on_npu = kind is DeviceKind.CPU, kind is DeviceKind.NPU
         is_deterministic = config.training.deterministic
         self.sends_seeds = self.on_cpu if is_deterministic is None else is_deterministic
-        self.max_rows = config.rollout.vllm.max_num_seqs or actor.num_samples_per_step or MOST_ROWS
+        self.max_rows = server_rows(config, self.on_cpu, device.memory_total())
         self.timeout_s = config.runtime.timeout_s
         self.sums, self.receipts = dict[str, int](), list[Any]()
         self.num_bytes = 0  # of what was sent for this version
@@ -106,7 +106,7 @@ class VllmRollout:
         draw alike, and a server that starts again would repeat the numbers of the one before.
         """
         seed = None if self.sends_seeds else int.from_bytes(os.urandom(4), "little") // 2
-        python, options = server_command(self.config, self.on_cpu, self.on_npu, seed)
+        python, options = server_command(self.config, self.max_rows, self.on_cpu, self.on_npu, seed)
         return Server(python, options, self._environment, self._log)
 
     def _make_environment(self, kind: DeviceKind) -> dict[str, str]:

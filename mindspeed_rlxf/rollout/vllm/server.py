@@ -149,11 +149,16 @@ def lora_options(actor: ActorConfig) -> dict[str, Any]:
 
 
 def server_command(
-    config: RunConfig, on_cpu: bool, on_npu: bool, seed: int | None = None
+    config: RunConfig, max_rows: int, on_cpu: bool, on_npu: bool, seed: int | None = None
 ) -> tuple[str, list[str]]:
     """Return the interpreter and the server's options; those of `extra_args` win.
 
-    seed: of the server; None = the run's.
+    Args:
+        config: The run.
+        max_rows: Most requests that the server computes at once.
+        on_cpu: Whether it computes on CPU.
+        on_npu: Whether it computes on NPUs.
+        seed: Of the server; None = the run's.
     """
     actor, keys, tp = config.actor_rollout, config.rollout.vllm, config.rollout_tp
     # At temperature 1 raw log-probs are those before filters and the ban on an early EOS.
@@ -168,6 +173,7 @@ def server_command(
         "max-model-len": config.training.seq_length + 1,  # scoring samples one token more
         "logprobs-mode": mode,
         "tensor-parallel-size": tp,
+        "max-num-seqs": max_rows,
         "gpu-memory-utilization": keys.gpu_memory_utilization,
         "enforce-eager": keys.enforce_eager,
         "enable-sleep-mode": not on_cpu,
@@ -182,8 +188,6 @@ def server_command(
         options["hf-overrides"] = {"head_dtype": "float32"}
     if actor.lora.rank:
         options |= lora_options(actor)
-    if rows := keys.max_num_seqs or actor.num_samples_per_step:
-        options["max-num-seqs"] = rows
     if keys.kv_cache_gib or on_cpu:
         options["kv-cache-memory-bytes"] = int((keys.kv_cache_gib or 1.0) * 2**30)
     if tp == 1:

@@ -42,6 +42,7 @@ from mindspeed_rlxf.rewards.sandbox import Sandbox
 from mindspeed_rlxf.roles import actor, critic
 from mindspeed_rlxf.roles.objectives import AdvantageComputer, make_objective
 from mindspeed_rlxf.rollout.vllm.server import server_command
+from mindspeed_rlxf.rollout.vllm.sizes import server_rows
 from mindspeed_rlxf.trainer import ppo, preflight, recorder, run
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.trainer.stopping import Stopped
@@ -378,7 +379,8 @@ def started(config: RunConfig) -> Any:
 
 def served(config: RunConfig) -> Any:
     """Return how a vLLM server is started."""
-    return server_command(config, on_cpu=True, on_npu=False)
+    max_rows = server_rows(config, on_cpu=True, device_bytes=None)
+    return server_command(config, max_rows, on_cpu=True, on_npu=False)
 
 
 def joined(config: RunConfig) -> Any:

@@ -58,6 +58,12 @@ def test_rows_follow_the_rule_of_the_rollout(config, monkeypatch, room):
     assert phase(run, Role.ACTOR_ROLLOUT, "generate").kv_cache == min(12, room) * one
 
 
+def test_the_rows_of_a_server_are_its_requests(config):
+    served = {"rollout.engine": "vllm"}
+    assert cache_rows(config(served)) == 12  # of 256 on CPU, as no more wait
+    assert cache_rows(config({**served, "rollout.vllm.max_num_seqs": 5})) == 5
+
+
 @pytest.mark.parametrize(
     ("rows", "known"),
     # of a prompt of 8 and a response of 16; rows that are not given may wait and enter once more
