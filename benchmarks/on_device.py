@@ -6,7 +6,7 @@ is printed, and appended to `results.jsonl`, as soon as its stage ends, so that 
 the time is cut. A stage that fails or runs past its limit prints its `error`; its output is in
 `STAGE.log`. The next stage goes on, or is `skipped` if too little time is left.
 
-    python benchmarks/on_device.py --device cuda [--minutes 9] [--trl FOLDER] [--output FOLDER]
+    python benchmarks/on_device.py --device cuda [--minutes 9] [--trl FOLDER] [--vllm PYTHON]
     python benchmarks/on_device.py --quick                  # tiny sizes, the same code
     python benchmarks/on_device.py --stages resume,trace-1.5b
     python benchmarks/on_device.py --table FILE.jsonl       # a section of docs/results.md
@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for everything (9)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to try the code")
     parser.add_argument("--trl", type=Path, help="folder with trl; measures it too")
+    parser.add_argument("--vllm", type=Path, help="interpreter with vLLM; measures it too")
     parser.add_argument("--threads", type=int, help="of each process (half the cores)")
     parser.add_argument("--stages", help="only these, such as update-1.5b-megatron,resume")
     parser.add_argument("--output", type=Path, help="folder for lines and logs (in outputs/)")
@@ -86,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             folder=folder.resolve(),
             scratch=Path(scratch),
             trl=arguments.trl and arguments.trl.resolve(),
+            vllm=arguments.vllm and arguments.vllm.absolute(),
             start=arguments.start,
         )
         return run_all(stages, settings, started + 60 * arguments.minutes)

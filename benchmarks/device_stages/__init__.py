@@ -11,6 +11,7 @@ from .checks import bring_up_real, bring_up_tiny, environment, resume
 from .graphs import graphs
 from .head import head
 from .options import options
+from .servers import servers
 from .settings import Stage
 from .speed import decode, grpo, grpo_trl, update
 from .table import (
@@ -22,6 +23,7 @@ from .table import (
     head_row,
     options_row,
     resume_row,
+    servers_row,
     trace_row,
     trl_row,
     update_row,
@@ -48,6 +50,7 @@ STAGES = (
     Stage("head-1.5b", 60, partial(head, shape="1.5b"), head_row),
     Stage("options-1.5b", 150, partial(options, shape="1.5b"), options_row),
     Stage("options-1.5b-fsdp", 60, partial(options, shape="1.5b", engine="fsdp"), options_row),
+    Stage("vllm-1.5b", 240, partial(servers, shape="1.5b"), servers_row),
     Stage("trace-1.5b", 75, partial(trace, shape="1.5b"), trace_row),
     Stage("grpo-1.5b", 90, partial(grpo, shape="1.5b"), grpo_row),
 )

@@ -61,8 +61,8 @@ FULL = Sizes(
     resume_iterations=20,
     bring_up=("import,patch,collective,forward,update,generate,ppo", REAL_STAGES),
 )  # fmt: skip
-TOY = {
-    "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
+TOY = {  # heads of 32, the smallest of vLLM on a CPU
+    "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 16384, "max_position_embeddings": 128,
 }  # fmt: skip
 QUICK = Sizes(
@@ -87,6 +87,7 @@ class Settings:
         folder: for logs and lines.
         scratch: for models and runs, which are removed at the end.
         trl: folder with TRL, if it is measured too.
+        vllm: interpreter that has vLLM, if it is measured too.
         start: how processes are started, by the names of `multiprocessing`.
     """
 
@@ -96,6 +97,7 @@ class Settings:
     folder: Path
     scratch: Path
     trl: Path | None
+    vllm: Path | None
     start: str
 
 

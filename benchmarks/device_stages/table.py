@@ -151,6 +151,16 @@ def options_row(line: Line) -> Row:
     return Row(f"`{line['stage']}`", f"all {times['all']} s", f"none {times['none']} s")
 
 
+def servers_row(line: Line) -> Row:
+    """Say how fast vLLM generates with graphs and without, and how far off each is."""
+    both = [
+        f"{line[name]['tokens_per_s']:,.0f} tokens/s, off by {line[name]['off_by']:.3g}"
+        for name in ("graphs", "eager")
+    ]
+    what = f"`{line['stage']}`: {line['rows']} rows of {line['new_tokens']} tokens"
+    return Row(what, f"graphs {both[0]}", f"eager {both[1]}")
+
+
 def trace_row(line: Line) -> Row:
     """Say how much of an update no kernel runs."""
     gaps = f"{line['gaps']} gaps over {line['gaps_over_us']:.0f} us, {line['gaps_ms']:.1f} ms"

@@ -37,7 +37,7 @@ def test_every_stage_prints_its_line_without_ray(tmp_path: Path) -> None:
     lines = {line["stage"]: line for line in read_lines(tmp_path / "out" / "results.jsonl")}
     assert list(lines) == [stage.name for stage in STAGES]
     skipped = {name for name, line in lines.items() if "skipped" in line}
-    assert skipped == {"bring-up-real", "grpo-0.5b-trl"}
+    assert skipped == {"bring-up-real", "grpo-0.5b-trl", "vllm-1.5b"}
     for engine in ("megatron", "fsdp"):
         updated = lines[f"update-1.5b-{engine}"]
         assert updated["tokens"] == 4 * (8 + 24) and updated["update_tflops"] > 0
@@ -49,7 +49,7 @@ def test_every_stage_prints_its_line_without_ray(tmp_path: Path) -> None:
 
 
 def make_settings(folder: Path) -> Settings:
-    return Settings("cpu", QUICK, 1, folder, folder, None, "fork")
+    return Settings("cpu", QUICK, 1, folder, folder, None, None, "fork")
 
 
 def fails(_settings: Settings) -> dict[str, Any]:
