@@ -39,7 +39,9 @@ XML_FUNCTION = re.compile(r"<function=([^>\n]*)>(.*?)(?:</function>|\Z)", re.DOT
 XML_PARAMETER = re.compile(
     r"<parameter=([^>\n]*)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL
 )
-CALL_START = re.compile(rf"<tool_call>|{DEEPSEEK_CALLS}|{MARK.pattern}|(?:<seed:tool_call>\s*)?<function=")
+CALL_START = re.compile(
+    rf"<tool_call>|{DEEPSEEK_CALLS}|{MARK.pattern}|(?:<seed:tool_call>\s*)?<function="
+)
 END_OF_THOUGHT = "</think>"
 START_OF_THOUGHT = "<think>"
 LAYOUT = 'a JSON object {"name": tool, "arguments": {parameter: value}}'
