@@ -255,7 +255,7 @@ class SpecialTokens:
         for name in self._names:
             if core.token_to_id(self._mark(name)) is None:  # in the vocabulary alone
                 core.add_special_tokens([AddedToken(self._mark(name), normalized=False)])
-        original_ids: dict[int, int] = {}
+        original_ids: dict[Any, int] = {}
         # A renamed token of the vocabulary gets an id behind it, and those added there move.
         for token in settings["added_tokens"]:
             original_ids[core.token_to_id(token["content"])] = token["id"]
