@@ -34,7 +34,7 @@ GLM_NAME = re.compile(r"([A-Za-z_][\w.-]*)\s*(?=<arg_key>|\Z)")
 GLM_ARGUMENT = re.compile(
     r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|(?=<arg_key>)|\Z)", re.DOTALL
 )
-LLAMA_START = re.compile(r"\s*(?:<\|python_tag\|>)?\s*(?=\{)")
+LLAMA_START = re.compile(r"\s*(?:<\|python_(?:tag|start|end)\|>\s*)*(?=\{)")
 XML_FUNCTION = re.compile(r"<function=([^>\n]*)>(.*?)(?:</function>|\Z)", re.DOTALL)
 XML_PARAMETER = re.compile(
     r"<parameter=([^>\n]*)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL

@@ -45,6 +45,7 @@ TEXTS = {
     ),
     "llama": (PARAMETERS, [CALL]),
     "llama, tagged": (f"<|python_tag|>{PARAMETERS}; {PARAMETERS}", [CALL] * 2),
+    "llama 4": (f"<|python_start|><|python_end|>{PARAMETERS}", [CALL]),
     "mistral": (f"[TOOL_CALLS] [{JSON}, {JSON}]", [CALL] * 2),
     "mistral, named": (
         f"[TOOL_CALLS]add[ARGS]{json.dumps(ADD)}[TOOL_CALLS]add{json.dumps(ADD)}",
