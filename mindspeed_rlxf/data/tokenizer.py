@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KEY = "training.tokenizer_name_or_path"
+BARRED = re.compile(r"<[|\uff5c].*[|\uff5c]>")
 MAX_TOKENS = 4  # per character; UTF-8 has at most four bytes
 
 
@@ -194,7 +195,8 @@ class SpecialTokens:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         names = {*tokenizer.all_special_tokens}
         for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
-            if token.special:
+            # DeepSeek's marks of roles and tool calls are not special to its tokenizers.
+            if token.special or BARRED.fullmatch(str(token)):
                 names.add(str(token))
         names.discard("")
         # Longest first: a name may begin with another one.
