@@ -12,12 +12,14 @@ stands for the turn before them, and tokenized from the end of that turn on. In 
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_rlxf.agents.session import Message
+from mindspeed_rlxf.agents.session import Message, ToolCall
+from mindspeed_rlxf.agents.tool_calls import parse_tool_calls
 from mindspeed_rlxf.data.tokenizer import SpecialTokens
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ class ChatTemplate:
         self._placeholder = f"zq{secrets.token_hex(12)}z"  # no text contains it
         self._accepted_roles: dict[tuple[str, ...], bool] = {}
 
-    def observation_ids(self, messages: Sequence[Message], ended_with_eos: bool) -> list[int]:
+    def observation_ids(self, messages: Sequence[Message], eos_id: int | None) -> list[int]:
         """Return the ids between a sampled turn and the next one.
 
         They are the template's end of the turn (without the EOS if it was sampled), the messages,
@@ -67,11 +69,16 @@ class ChatTemplate:
         their text follows it. Without messages the next turn follows one that ended by an EOS, and
         continues another.
 
+        Args:
+            messages: What was given.
+            eos_id: The EOS that ended the turn, which may begin what follows, as in GLM; None = a
+                stop string or a limit ended it.
+
         Raises:
             ValueError: The turn to continue was ended by an EOS.
         """
         if all(message["role"] == "assistant" for message in messages):
-            if not ended_with_eos:
+            if eos_id is None:
                 return self.text_ids(messages)
             if messages:
                 raise ValueError(
@@ -79,7 +86,10 @@ class ChatTemplate:
                     "limit ended, this turn was ended by an EOS; give it as user or tool"
                 )
         ids = self._tail_ids(self._render_tail(self.fit_roles(messages)))
-        return ids[self._num_end_ids :] if ended_with_eos else ids
+        if eos_id is None:
+            return ids
+        is_next_header = self._num_end_ids == 0 and ids[:1] == [eos_id]
+        return ids[1 if is_next_header else self._num_end_ids :]
 
     def opening_ids(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids between a prompt without the header of an answer and the first turn."""
@@ -116,11 +126,15 @@ class ChatTemplate:
                 fitted.append({**message, "role": role})
         return fitted
 
-    def check(self) -> list[str]:
+    def check(self, gives_first: bool = False) -> list[str]:
         """Probe the template with this tokenizer; return notes for the log.
 
+        Args:
+            gives_first: Some agent gives messages before its first turn.
+
         Raises:
-            ValueError: It cannot follow a turn: there is none, it raises, or it changes answers.
+            ValueError: It cannot follow a turn: there is none, it raises, or it changes answers. Or
+                the model's calls of tools would not be read.
         """
         if self._tokenizer.chat_template is None:
             raise ValueError(
@@ -128,15 +142,23 @@ class ChatTemplate:
                 "give it one, or write the prompts as text"
             )
         try:
-            self._render_tail([USER])
-            num_end_ids = self._num_end_ids
+            following_ids = self._tail_ids(self._render_tail([USER]))
+            ends = self._num_end_ids > 0 or following_ids[0] in self._eos_token_ids
         except Exception as error:  # any type: a template is a program
             raise ValueError(
                 "the chat template must render a user's message after an answer: "
                 f"{(str(error).splitlines() or [type(error).__name__])[0]}"
             ) from error
+        if gives_first:
+            self.opening_ids([USER])
+        unread_call = self._unread_call() if self._tools else ""
+        if unread_call:
+            raise ValueError(
+                "the chat template must write calls of tools as docs/agents.md#tools has them, not "
+                f"{unread_call!r:.300}"
+            )
         notes = []
-        if num_end_ids == 0:
+        if not ends:
             notes.append("the chat template ends answers with no EOS; turns may not end by one")
         for role in ("tool", "system"):
             if not self._accepts(role):
@@ -149,10 +171,34 @@ class ChatTemplate:
             notes.append("the chat template prints the day: data.template_date on every day")
         return notes + self._probe_prefixes()
 
+    def _unread_call(self) -> str:
+        """Return a call as the template writes it, if that is not read as one; else ""."""
+        values = {"query": self._placeholder}
+        call = ToolCall(self._tools[0]["function"]["name"], values)
+        header = self._render([USER])
+        unread_call = ""
+        for arguments in (values, json.dumps(values)):
+            function = {"name": call.name, "arguments": arguments}
+            entry = {"id": "call00001", "type": "function", "function": function}
+            message = {"role": "assistant", "content": "", "tool_calls": [entry]}
+            try:
+                text = self._render([USER, message], add_generation_prompt=False)
+            except Exception:  # any type: a template is a program
+                continue
+            if self._placeholder not in text:
+                continue
+            turn = text.removeprefix(header)
+            if turn == text:  # the header begins a thought that the template drops
+                turn = text.rpartition(USER["content"])[2]
+            if call in parse_tool_calls(turn, self._tools):
+                return ""
+            unread_call = turn
+        return unread_call
+
     def _probe_prefixes(self) -> list[str]:
         """Compare grown ids with those of the complete chat, for answers and observations."""
         roles = [role for role in ("user", "tool") if self._accepts(role)]
-        observations = [[{**USER, "role": role}] for role in roles]
+        observations = [[_probe_message(role, USER["content"])] for role in roles]
         observations += [self.fit_roles([*messages, *messages]) for messages in observations]
         rewrites_thoughts = rewrites = differs = False
         for answer in (*PROBED_ANSWERS, THOUGHT):
@@ -164,10 +210,15 @@ class ChatTemplate:
                     answered = self._special.token_ids(text + answer)
                     if answered[: len(ids)] != ids:  # the header and the answer make one token
                         break
-                    ids = answered + self._closing_ids[: self._num_end_ids]
-                    ids += self.observation_ids(observation, self._num_end_ids > 0)
+                    end_ids = self._closing_ids[: self._num_end_ids]
+                    ids = answered + end_ids
+                    ids += self.observation_ids(observation, end_ids[-1] if end_ids else None)
                     chat += [{"role": "assistant", "content": answer}, *observation]
-                    before, text = text, self._render(chat)
+                    before = text
+                    try:
+                        text = self._render(chat)
+                    except Exception:  # it takes messages of tools behind calls alone
+                        break
                     if not text.startswith(before + answer):
                         rewrites_thoughts |= answer == THOUGHT
                         rewrites |= answer != THOUGHT
@@ -183,12 +234,19 @@ class ChatTemplate:
         return notes
 
     def _renders_alike(self, **changes: Any) -> bool:
-        return self._render([USER]) == self._render([USER], **changes)
+        try:
+            return self._render([USER]) == self._render([USER], **changes)
+        except Exception:  # some templates are for chats with tools alone
+            return False
 
     @cached_property
     def _closing(self) -> str:
         """What the template writes behind an answer, whatever follows it."""
-        return self._render_tail([], add_generation_prompt=False)
+        closing = self._render_tail([], add_generation_prompt=False)
+        if self._render_tail([USER]).startswith(closing):
+            return closing
+        # Phi 3 ends a complete chat with an EOS.
+        return closing.removesuffix(self._tokenizer.eos_token or "") or closing
 
     @cached_property
     def _closing_ids(self) -> list[int]:
@@ -218,10 +276,7 @@ class ChatTemplate:
         """Whether the template takes messages of these roles, in a row, after an answer."""
         if roles not in self._accepted_roles:
             contents = [f"{self._placeholder}{index}" for index in range(len(roles))]
-            messages = [
-                {"role": role, "content": content, "name": "f", "tool_call_id": "call00001"}
-                for role, content in zip(roles, contents, strict=True)
-            ]
+            messages = [*map(_probe_message, roles, contents)]
             try:
                 tail = self._render_tail(messages)
                 self._accepted_roles[roles] = all(content in tail for content in contents)
@@ -249,3 +304,8 @@ class ChatTemplate:
             **changes,
         }
         return str(self._tokenizer.apply_chat_template(chat, tokenize=False, **settings))
+
+
+def _probe_message(role: str, content: str) -> Message:
+    """Return a message with what some templates want of a tool's."""
+    return {"role": role, "content": content, "name": "f", "tool_call_id": "call00001"}

@@ -33,11 +33,11 @@ class Dialect:
         """Return a prompt's text."""
         return self._texts.prompt(token_ids)
 
-    def observation_ids(self, messages: Sequence[Message], ended_with_eos: bool) -> list[int]:
-        """Return the ids between a turn and the next one; whether an EOS ended the turn."""
+    def observation_ids(self, messages: Sequence[Message], eos_id: int | None) -> list[int]:
+        """Return the ids between a turn and the next one; `eos_id` = the EOS that ended it."""
         if not self.is_chat:
             return self._template.text_ids(messages)
-        return self._template.observation_ids(messages, ended_with_eos)
+        return self._template.observation_ids(messages, eos_id)
 
     def opening_ids(self, messages: Sequence[Message], gives_first: bool) -> list[int]:
         """Return the ids between the prompt and the first turn; [] if nothing was given.

@@ -46,9 +46,8 @@ class GymAgent:
         """Lead one conversation."""
         environment = await in_thread(self._factory, session)
         try:
-            takes_seed = "seed" in inspect.signature(environment.reset).parameters
-            seed = {"seed": seed_of(session)} if takes_seed else {}
-            observation, _, ended = _read(await in_thread(environment.reset, **seed))
+            seed = {"seed": seed_of(session)} if _takes_seed(environment.reset) else {}
+            observation, ended = _read_reset(await in_thread(environment.reset, **seed))
             num_turns = 0
             while not ended and num_turns != self._max_turns:
                 if text := self.text(observation):
@@ -56,7 +55,7 @@ class GymAgent:
                 turn = await session.say()
                 num_turns += 1
                 result = await in_thread(environment.step, self.action(turn))
-                observation, reward, ended = _read(result)
+                observation, reward, ended = _read_step(result)
                 if reward:
                     session.reward(reward)
         finally:
@@ -73,20 +72,42 @@ def seed_of(session: Session) -> int:
     return zlib.crc32(f"{session.prompt}{session.ground_truth}".encode())
 
 
-def _read(result: Any) -> tuple[Any, float, bool]:
-    """Return (observation, reward, whether the episode has ended) from a `reset` or a `step`.
+def _takes_seed(reset: Callable[..., Any]) -> bool:
+    """Whether `reset` takes a seed, perhaps among keywords of any name, as OpenEnv's clients do."""
+    parameters = inspect.signature(reset).parameters.values()
+    return any(p.name == "seed" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
-    Gymnasium's are (observation, info) and (observation, reward, terminated, truncated, info), with
-    one flag in older versions; OpenEnv's have attributes.
+
+def _read_reset(result: Any) -> tuple[Any, bool]:
+    """Return (observation, whether the episode has ended).
+
+    Gymnasium's is (observation, info), an observation alone in older versions; OpenEnv's has
+    attributes.
     """
-    if not isinstance(result, tuple):
-        reward = getattr(result, "reward", None)
-        ended = bool(getattr(result, "done", False))
-        return getattr(result, "observation", result), float(reward or 0.0), ended
-    if len(result) == 2:
-        return result[0], 0.0, False
-    observation, reward, *flags, _ = result
-    return observation, float(reward), any(map(bool, flags))
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
+        return result[0], False
+    return getattr(result, "observation", result), bool(getattr(result, "done", False))
+
+
+def _read_step(result: Any) -> tuple[Any, float, bool]:
+    """Return (observation, reward, whether the episode has ended).
+
+    Gymnasium's is (observation, reward, terminated, truncated, info), with one flag in older
+    versions; OpenEnv's has attributes.
+
+    Raises:
+        ValueError: It is another one, as TextArena's (done, info).
+    """
+    if isinstance(result, tuple) and len(result) in (4, 5):
+        observation, reward, *flags, _ = result
+        return observation, float(reward), any(map(bool, flags))
+    if not hasattr(result, "done"):
+        raise ValueError(
+            "step must return (observation, reward, terminated, truncated, info), or an object "
+            f"with observation, reward and done; not {result!r:.200}"
+        )
+    observation = getattr(result, "observation", result)
+    return observation, float(getattr(result, "reward", None) or 0.0), bool(result.done)
 
 
 async def in_thread(function: Callable[..., T], *args: Any, **keywords: Any) -> T:

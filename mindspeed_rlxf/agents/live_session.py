@@ -197,8 +197,9 @@ class LiveSession:
             raise ValueError(f"max_tokens must be 1 or more, not {max_tokens}")
         self._check_turns()
         if self._turns:
-            ended_with_eos = self._tokens[-1] in self.limits.eos_token_ids
-            observation = self.dialect.observation_ids(self._given, ended_with_eos)
+            last_id = self._tokens[-1]
+            eos_id = last_id if last_id in self.limits.eos_token_ids else None
+            observation = self.dialect.observation_ids(self._given, eos_id)
         else:
             observation = self.dialect.opening_ids(self._given, self._gives_first)
         start = len(self._tokens) + len(observation)

@@ -2,8 +2,14 @@
 
     Hermes, Qwen3   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
     Qwen3-Coder     <tool_call><function=add><parameter=a>1</parameter></function></tool_call>
+    Seed-OSS        <function=add><parameter=a>1</parameter></function>
+    Llama 3         <function=add>{"a": 1}</function>
+                    {"name": "add", "parameters": {"a": 1}} as the whole text
+    GLM             <tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>
     Mistral         [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}], [TOOL_CALLS]add{"a": 1}
-    Llama 3         {"name": "add", "parameters": {"a": 1}} as the whole text
+    Phi-4-mini      <|tool_call|>[{"name": "add", "arguments": {"a": 1}}]<|/tool_call|>
+    DeepSeek        <|tool_call_begin|>add<|tool_sep|>{"a": 1}<|tool_call_end|> in wide letters,
+                    in R1 with `function<|tool_sep|>` before, and the arguments in ```json
 
 A malformed call is a ToolCall with a problem, which the model can be told.
 """
@@ -16,12 +22,25 @@ from typing import Any
 from mindspeed_rlxf.agents.session import ToolCall
 
 HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
-MISTRAL = "[TOOL_CALLS]"
-MISTRAL_NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
-LLAMA_START = re.compile(r"\s*(?:<\|python_tag\|>)?\s*(?=\{)")
+DEEPSEEK_CALL = "<\uff5ctool\u2581call\u2581begin\uff5c>"
+DEEPSEEK_CALLS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
+SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
+MARK = re.compile(rf"\[TOOL_CALLS\]|<\|tool_call\|>|{DEEPSEEK_CALL}")
+MARKED_NAME = re.compile(
+    rf"\s*(?:\w+{SEPARATOR})?([\w.-]+)\s*"
+    rf"(?:\[CALL_ID\]\w*)?(?:\[ARGS\]|{SEPARATOR}|```json)?\s*(?=\{{)"
+)
+GLM_NAME = re.compile(r"([A-Za-z_][\w.-]*)\s*(?=<arg_key>|\Z)")
+GLM_ARGUMENT = re.compile(
+    r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|(?=<arg_key>)|\Z)", re.DOTALL
+)
+LLAMA_START = re.compile(r"\s*(?:<\|python_(?:tag|start|end)\|>\s*)*(?=\{)")
 XML_FUNCTION = re.compile(r"<function=([^>\n]*)>(.*?)(?:</function>|\Z)", re.DOTALL)
 XML_PARAMETER = re.compile(
     r"<parameter=([^>\n]*)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL
+)
+CALL_START = re.compile(
+    rf"<tool_call>|{DEEPSEEK_CALLS}|{MARK.pattern}|(?:<seed:tool_call>\s*)?<function="
 )
 END_OF_THOUGHT = "</think>"
 START_OF_THOUGHT = "<think>"
@@ -45,19 +64,25 @@ def parse_tool_calls(
     if blocks:
         calls = []
         for block in blocks:
-            is_xml = block.startswith("<function=")
-            calls += _read_xml(block, tools) if is_xml else [_read_json(block)]
+            if block.startswith("<function="):
+                calls += _read_xml(block, tools)
+            elif name := GLM_NAME.match(block):
+                calls.append(_typed_call(name[1], GLM_ARGUMENT.findall(block), tools))
+            else:
+                calls.append(_read_json(block))
         return calls
-    if MISTRAL in text:
-        return _read_mistral(text)
+    if MARK.search(text):
+        return _read_marked(text)
+    if "<function=" in text:
+        return _read_xml(text, tools)
     return _read_llama(text)
 
 
 def text_before_calls(text: str) -> str:
     """Return the text of a turn before its calls, thoughts included; "" where it is one call."""
     thought, end, rest = text.rpartition(END_OF_THOUGHT)
-    starts = [rest.find(mark) for mark in ("<tool_call>", MISTRAL) if mark in rest]
-    return (thought + end + rest[: min(starts, default=0)]).rstrip()
+    call = CALL_START.search(rest)
+    return (thought + end + rest[: call.start() if call else 0]).rstrip()
 
 
 def _read_json(text: str) -> ToolCall:
@@ -85,11 +110,11 @@ def _to_call(value: Any) -> ToolCall:
     return ToolCall(value["name"], arguments)
 
 
-def _read_mistral(text: str) -> list[ToolCall]:
-    """Read `[TOOL_CALLS]` with a list of calls behind it, or with a name and its arguments."""
+def _read_marked(text: str) -> list[ToolCall]:
+    """Read marks with a list of calls behind them, or with a name and its arguments."""
     calls = []
-    for call_text in text.split(MISTRAL)[1:]:
-        name = MISTRAL_NAME.match(call_text)
+    for call_text in MARK.split(text)[1:]:
+        name = MARKED_NAME.match(call_text)
         json_start = name.end() if name else 0
         try:
             value, _ = json.JSONDecoder().raw_decode(call_text[json_start:].lstrip())
@@ -127,14 +152,26 @@ def _read_llama(text: str) -> list[ToolCall]:
 def _read_xml(text: str, tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
     calls = []
     for name, body in XML_FUNCTION.findall(text):
-        types = _parameter_types(name.strip(), tools)
-        arguments = {}
-        for parameter, value in XML_PARAMETER.findall(body):
-            key = parameter.strip()
-            value = value.removeprefix("\n").removesuffix("\n")
-            arguments[key] = value if types.get(key) in ("string", None) else _to_value(value)
-        calls.append(ToolCall(name.strip(), arguments) if name.strip() else _malformed("no name"))
+        if not name.strip():
+            calls.append(_malformed("no name"))
+        elif body.strip().startswith("{"):
+            calls.append(_to_call({"name": name.strip(), "arguments": body}))
+        else:
+            calls.append(_typed_call(name.strip(), XML_PARAMETER.findall(body), tools))
     return calls
+
+
+def _typed_call(
+    name: str, arguments: Sequence[tuple[str, str]], tools: Sequence[Mapping[str, Any]]
+) -> ToolCall:
+    """Return a call whose arguments are text, or JSON where the tool's schema has another type."""
+    types = _parameter_types(name, tools)
+    values: dict[str, Any] = {}
+    for parameter, text in arguments:
+        key = parameter.strip()
+        value = text.removeprefix("\n").removesuffix("\n")
+        values[key] = value if types.get(key) in ("string", None) else _to_value(value)
+    return ToolCall(name, values)
 
 
 def _parameter_types(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

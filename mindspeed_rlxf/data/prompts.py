@@ -206,18 +206,28 @@ class _Reader:
 
         A system message that the template refuses joins the user's first one.
         """
-        settings = {"tokenize": False, "add_generation_prompt": is_opened, **self._arguments}
         try:
-            return str(self._tokenizer.apply_chat_template(messages, **settings))
+            return self._apply_template(messages, is_opened)
         except Exception:  # any type: a template is a program
             joined = _join_system(messages)
             if joined is None:
                 raise
-            text = str(self._tokenizer.apply_chat_template(joined, **settings))
+            text = self._apply_template(joined, is_opened)
         if not self._has_joined:
             logger.warning("the chat template refuses system messages: they join the user's first")
         self._has_joined = True
         return text
+
+    def _apply_template(self, messages: list[dict[str, Any]], is_opened: bool) -> str:
+        settings = {"tokenize": False, **self._arguments}
+        apply = self._tokenizer.apply_chat_template
+        opened = str(apply(messages, add_generation_prompt=True, **settings))
+        if is_opened:
+            return opened
+        text = str(apply(messages, add_generation_prompt=False, **settings))
+        if opened.startswith(text):
+            return text
+        return text.removesuffix(self._tokenizer.eos_token or "")  # Phi 3 ends chats with an EOS
 
     def _tokenize(self, rows: list[TextRow]) -> list[list[int]]:
         """Return each row's token ids, without an EOS appended by the tokenizer."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KEY = "training.tokenizer_name_or_path"
+BARRED = re.compile(r"<[|\uff5c].*[|\uff5c]>")
 MAX_TOKENS = 4  # per character; UTF-8 has at most four bytes
 
 
@@ -194,7 +195,8 @@ class SpecialTokens:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         names = {*tokenizer.all_special_tokens}
         for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
-            if token.special:
+            # DeepSeek's marks of roles and tool calls are not special to its tokenizers.
+            if token.special or BARRED.fullmatch(str(token)):
                 names.add(str(token))
         names.discard("")
         # Longest first: a name may begin with another one.
@@ -228,17 +230,17 @@ class SpecialTokens:
         """
         if not self._tokenizer.is_fast:
             return self._ids_around_special_tokens(text)
-        core, ids_of_marks = self._renamed
+        core, original_ids = self._renamed
         marked = self._pattern.sub(lambda name: self._mark(name[0]), text)
         ids = core.encode(self.restore(marked), add_special_tokens=False).ids
-        return [ids_of_marks.get(i, i) for i in ids]
+        return [original_ids.get(i, i) for i in ids]
 
     def _mark(self, name: str) -> str:
         return f"zw{self._nonce}n{self._names.index(name)}z"
 
     @cached_property
     def _renamed(self) -> tuple[Any, dict[int, int]]:
-        """A copy of the tokenizer whose special tokens have other names, and new id -> id.
+        """A copy of the tokenizer whose special tokens have other names, and its ids -> ids.
 
         It reads the old names as text, and what stands beside a special token as the tokenizer
         does, which may strip it or begin it with a blank.
@@ -255,9 +257,14 @@ class SpecialTokens:
         for name in self._names:
             if core.token_to_id(self._mark(name)) is None:  # in the vocabulary alone
                 core.add_special_tokens([AddedToken(self._mark(name), normalized=False)])
-        ids = self._tokenizer.convert_tokens_to_ids(self._names)
-        marks: list[Any] = [core.token_to_id(self._mark(name)) for name in self._names]
-        return core, dict(zip(marks, map(int, ids), strict=True))
+        original_ids: dict[Any, int] = {}
+        # A renamed token of the vocabulary gets an id behind it, and those added there move.
+        for token in settings["added_tokens"]:
+            original_ids[core.token_to_id(token["content"])] = token["id"]
+        for name in self._names:
+            token_id = int(self._tokenizer.convert_tokens_to_ids(name))
+            original_ids[core.token_to_id(self._mark(name))] = token_id
+        return core, original_ids
 
     def _ids_around_special_tokens(self, text: str) -> list[int]:
         """Tokenize special tokens by id, and the text between on its own."""

@@ -432,6 +432,7 @@ def _check_agents(config: RunConfig, prepared: Prepared) -> list[Problem]:
         remedy = "name a function or a command"
         rule = f"must be given for the agent {PROGRAM_AGENT}"
         return [Problem("rollout.program", rule, remedy=remedy)]
+    gives_first = not names.isdisjoint(GIVES_FIRST)
     names -= {"", *AGENTS}
     registered = ", ".join(sorted(AGENTS)) or "none is registered"
     remedy = "add the file that registers it to training.plugins"
@@ -450,7 +451,7 @@ def _check_agents(config: RunConfig, prepared: Prepared) -> list[Problem]:
             allow_special_tokens=config.data.allow_special_tokens,
         )
         try:
-            prepared.notices += template.check()
+            prepared.notices += template.check(gives_first)
         except ValueError as error:
             remedy = "give the tokenizer's folder a fitting one"
             problems.append(Problem("training.tokenizer_name_or_path", str(error), remedy=remedy))

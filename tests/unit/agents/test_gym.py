@@ -47,7 +47,8 @@ class Client:
     def __init__(self, target: str) -> None:
         self.target = target
 
-    async def reset(self) -> StepResult:
+    async def reset(self, **keywords: Any) -> StepResult:
+        self.keywords = keywords
         return StepResult("Guess.")
 
     async def step(self, action: str) -> StepResult:
@@ -94,8 +95,32 @@ def test_the_samples_of_a_row_play_with_one_seed() -> None:
 
 
 def test_a_client_of_openenv_is_an_environment_too() -> None:
-    session = play(GymAgent(lambda session: Client(session.ground_truth)), "3", "4", "not said")
+    client = Client("4")
+    session = play(GymAgent(lambda _: client), "3", "4", "not said")
     assert session.score == 1.0 and session.texts == ["not said"]
+    assert list(client.keywords) == ["seed"]
+
+
+def test_a_step_of_another_form_is_an_error() -> None:
+    class Done(Guess):
+        def step(self, action: str) -> Any:
+            return True, {}
+
+    with pytest.raises(ValueError, match="step must return"):
+        play(GymAgent(lambda _: Done("4")), "3", "4")
+
+
+def test_an_observation_may_be_a_tuple() -> None:
+    class Older(Guess):
+        def reset(self, *, seed: int | None = None) -> Any:
+            return (8, 6, 0)
+
+        def step(self, action: str) -> Any:
+            return (8, 6, 1), 1.0, True, {}
+
+    session = play(GymAgent(lambda _: Older("4")), "3", "4")
+    assert [message["content"] for message in session.messages] == ["(8, 6, 0)"]
+    assert session.score == 1.0 and session.texts == ["4"]
 
 
 def test_an_exception_of_an_environment_is_the_agents() -> None:

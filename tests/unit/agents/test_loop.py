@@ -23,12 +23,12 @@ class Characters:
 
     is_chat = True
 
-    def observation_ids(self, messages: Any, ended_with_eos: bool) -> list[int]:
-        mark = "<" if ended_with_eos else "|<"
+    def observation_ids(self, messages: Any, eos_id: int | None) -> list[int]:
+        mark = "|<" if eos_id is None else "<"
         return [ord(c) for message in messages for c in mark + message["content"]]
 
     def opening_ids(self, messages: Any, gives_first: bool) -> list[int]:
-        return self.observation_ids(messages, False)
+        return self.observation_ids(messages, None)
 
     def turn_text(self, token_ids: Any, has_ended: bool) -> str:
         return "".join(chr(i) for i in token_ids if i != EOS)

@@ -1,6 +1,7 @@
 """Calls of tools in a turn's text, as families of models write them."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -24,6 +25,15 @@ CODER = [
         },
     }
 ]
+
+
+def wide(text: str) -> str:
+    """Write marks as DeepSeek does."""
+    return re.sub(
+        r"<\|(\w+)\|>", lambda m: f"<\uff5ctool\u2581{m[1]}\uff5c>".replace("_", "\u2581"), text
+    )
+
+
 TEXTS = {
     "hermes": (f"I add.\n<tool_call>\n{JSON}\n</tool_call>", [CALL]),
     "hermes twice": (f"<tool_call>{JSON}</tool_call>\n<tool_call>{JSON}</tool_call>", [CALL] * 2),
@@ -35,6 +45,7 @@ TEXTS = {
     ),
     "llama": (PARAMETERS, [CALL]),
     "llama, tagged": (f"<|python_tag|>{PARAMETERS}; {PARAMETERS}", [CALL] * 2),
+    "llama 4": (f"<|python_start|><|python_end|>{PARAMETERS}", [CALL]),
     "mistral": (f"[TOOL_CALLS] [{JSON}, {JSON}]", [CALL] * 2),
     "mistral, named": (
         f"[TOOL_CALLS]add[ARGS]{json.dumps(ADD)}[TOOL_CALLS]add{json.dumps(ADD)}",
@@ -44,6 +55,25 @@ TEXTS = {
         "<tool_call>\n<function=add>\n<parameter=a>\n12\n</parameter>\n<parameter=b>\n3\n4\n"
         "</parameter>\n</function>\n</tool_call>",
         [ToolCall("add", {"a": 12, "b": "3\n4"})],
+    ),
+    "xml alone": (
+        "I add.\n<function=add><parameter=a>12</parameter><parameter=b>3</parameter></function>",
+        [ToolCall("add", {"a": 12, "b": "3"})],
+    ),
+    "llama, in a function": (f"<function=add>{json.dumps(ADD)}</function>", [CALL]),
+    "glm": (
+        "I add.\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>12</arg_value>\n"
+        "<arg_key>b</arg_key>\n<arg_value>3</arg_value>\n</tool_call><tool_call>now</tool_call>",
+        [ToolCall("add", {"a": 12, "b": "3"}), ToolCall("now", {})],
+    ),
+    "phi": (f"<|tool_call|>[{JSON}, {JSON}]<|/tool_call|>", [CALL] * 2),
+    "deepseek": (
+        wide(f"<|calls_begin|><|call_begin|>add<|sep|>{json.dumps(ADD)}<|call_end|>"),
+        [CALL],
+    ),
+    "deepseek r1": (
+        wide(f"<|call_begin|>function<|sep|>add\n```json\n{json.dumps(ADD)}\n```<|call_end|>") * 2,
+        [CALL] * 2,
     ),
     "an answer": ("It is 12.", []),
     "an answer in JSON": ('{"answer": 12}', []),
@@ -80,17 +110,18 @@ def test_a_call_in_a_thought_of_the_header_does_not_count() -> None:
     ],
     ids=lambda body: body[:20],
 )
-@pytest.mark.parametrize("form", ["<tool_call>{}</tool_call>", "[TOOL_CALLS]{}"])
+@pytest.mark.parametrize("form", ["<tool_call>{}</tool_call>", "[TOOL_CALLS]{}", "<|tool_call|>{}"])
 def test_a_malformed_call_has_a_problem(form: str, body: str) -> None:
     good, bad = f"<tool_call>{JSON}</tool_call>", form.replace("{}", body, 1)
     (call,) = parse_tool_calls(bad)
     assert call.name == "" and call.problem
-    if "tool_call" in form:
+    if "</tool_call>" in form:
         assert [bool(call.problem) for call in parse_tool_calls(bad + good)] == [True, False]
 
 
 TAGS = st.sampled_from(
     ["<tool_call>", "</tool_call>", "<function=f>", "<parameter=p>", "[TOOL_CALLS]", "</think>",
+     "<|tool_call|>", "<arg_key>", "</arg_key>", "<arg_value>", "f",
      "{", "}", "[", "]", '"name"', '"arguments"', ":", ",", "1", "<|python_tag|>", "\n", "[ARGS]"]
 )  # fmt: skip
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.prompts import load_prompts
 from mindspeed_rlxf.data.templates import PromptEncoder, Turn
+from mindspeed_rlxf.data.tokenizer import SpecialTokens
 
 MARKS = ("<s>", "<|user|>", "<|end|>")
 TEMPLATE = "<s>{% for m in messages %}<|user|>\n{{ m.content }} <|end|>\n{% endfor %}"
@@ -76,6 +77,15 @@ def test_a_spelled_token_is_text_and_changes_nothing_beside_it(tmp_path: Path, n
     ]
 
 
+def test_marks_of_roles_that_a_tokenizer_does_not_call_special_are_text_too(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("first")
+    tokenizer.add_tokens([AddedToken("<|tool|>"), AddedToken("<think>")])
+    tokenizer.chat_template = f"<|tool|>{TEMPLATE}"
+    tool_id, think_id = tokenizer.convert_tokens_to_ids(["<|tool|>", "<think>"])
+    ids = ids_of_prompt(tmp_path, tokenizer, [{"role": "user", "content": "<think>a <|tool|>"}])
+    assert (ids.count(tool_id), ids.count(think_id)) == (1, 1) and ids[0] == tool_id
+
+
 @pytest.mark.parametrize("name", [*MAKERS])
 def test_a_text_with_a_bos_of_its_own_gets_no_second_one(tmp_path: Path, name: str) -> None:
     tokenizer = tokenizer_of(name)
@@ -88,3 +98,11 @@ def test_a_text_with_a_bos_of_its_own_gets_no_second_one(tmp_path: Path, name: s
     assert ids_of_prompt(tmp_path, tokenizer, "hi") == tokenizer("hi")["input_ids"]
     spelled = ids_of_prompt(tmp_path, tokenizer, "<s>hi")
     assert spelled.count(tokenizer.bos_token_id) == 1 and len(spelled) >= 6
+
+
+def test_words_added_behind_a_vocabulary_with_special_tokens_keep_their_ids() -> None:
+    tokenizer = tokenizer_of("first")
+    tokenizer.add_tokens([AddedToken("<think>", normalized=False), AddedToken("<b>")])
+    text = "<s><|user|>\na <think> b <b><|end|>"
+    expected = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert SpecialTokens(tokenizer).token_ids(text) == expected
