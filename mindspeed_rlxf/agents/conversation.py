@@ -126,11 +126,12 @@ class ChatTemplate:
                 fitted.append({**message, "role": role})
         return fitted
 
-    def check(self, gives_first: bool = False) -> list[str]:
+    def check(self, gives_first: bool = False, reads_calls: bool = False) -> list[str]:
         """Probe the template with this tokenizer; return notes for the log.
 
         Args:
             gives_first: Some agent gives messages before its first turn.
+            reads_calls: The agent `tools` reads the model's calls.
 
         Raises:
             ValueError: It cannot follow a turn: there is none, it raises, or it changes answers. Or
@@ -151,7 +152,7 @@ class ChatTemplate:
             ) from error
         if gives_first:
             self.opening_ids([USER])
-        unread_call = self._unread_call() if self._tools else ""
+        unread_call = self._unread_call() if reads_calls else ""
         if unread_call:
             raise ValueError(
                 "the chat template must write calls of tools as docs/agents.md#tools has them, not "
@@ -175,21 +176,21 @@ class ChatTemplate:
         """Return a call as the template writes it, if that is not read as one; else ""."""
         values = {"query": self._placeholder}
         call = ToolCall(self._tools[0]["function"]["name"], values)
-        header = self._render([USER])
         unread_call = ""
         for arguments in (values, json.dumps(values)):
             function = {"name": call.name, "arguments": arguments}
             entry = {"id": "call00001", "type": "function", "function": function}
             message = {"role": "assistant", "content": "", "tool_calls": [entry]}
             try:
+                header = self._render([USER])
                 text = self._render([USER, message], add_generation_prompt=False)
             except Exception:  # any type: a template is a program
                 continue
             if self._placeholder not in text:
                 continue
+            if not text.startswith(header):  # it may begin a thought that the template drops
+                return ""
             turn = text.removeprefix(header)
-            if turn == text:  # the header begins a thought that the template drops
-                turn = text.rpartition(USER["content"])[2]
             if call in parse_tool_calls(turn, self._tools):
                 return ""
             unread_call = turn

@@ -81,10 +81,9 @@ def _takes_seed(reset: Callable[..., Any]) -> bool:
 def _read_reset(result: Any) -> tuple[Any, bool]:
     """Return (observation, whether the episode has ended).
 
-    Gymnasium's is (observation, info), an observation alone in older versions; OpenEnv's has
-    attributes.
+    Gymnasium's is (observation, info); OpenEnv's has attributes.
     """
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
+    if isinstance(result, tuple) and len(result) == 2:
         return result[0], False
     return getattr(result, "observation", result), bool(getattr(result, "done", False))
 

@@ -8,6 +8,7 @@
     GLM             <tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>
     Mistral         [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}], [TOOL_CALLS]add{"a": 1}
     Phi-4-mini      <|tool_call|>[{"name": "add", "arguments": {"a": 1}}]<|/tool_call|>
+                    functools[{"name": "add", "arguments": {"a": 1}}]
     DeepSeek        <|tool_call_begin|>add<|tool_sep|>{"a": 1}<|tool_call_end|> in wide letters,
                     in R1 with `function<|tool_sep|>` before, and the arguments in ```json
 
@@ -25,7 +26,7 @@ HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.D
 DEEPSEEK_CALL = "<\uff5ctool\u2581call\u2581begin\uff5c>"
 DEEPSEEK_CALLS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
 SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
-MARK = re.compile(rf"\[TOOL_CALLS\]|<\|tool_call\|>|{DEEPSEEK_CALL}")
+MARK = re.compile(rf"\[TOOL_CALLS\]|<\|tool_call\|>|functools(?=\[)|{DEEPSEEK_CALL}")
 MARKED_NAME = re.compile(
     rf"\s*(?:\w+{SEPARATOR})?([\w.-]+)\s*"
     rf"(?:\[CALL_ID\]\w*)?(?:\[ARGS\]|{SEPARATOR}|```json)?\s*(?=\{{)"
@@ -35,15 +36,16 @@ GLM_ARGUMENT = re.compile(
     r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|(?=<arg_key>)|\Z)", re.DOTALL
 )
 LLAMA_START = re.compile(r"\s*(?:<\|python_(?:tag|start|end)\|>\s*)*(?=\{)")
+XML_START = re.compile(r"<function=[^>\n]*>\s*(?=<parameter=|\{|</function>)")
 XML_FUNCTION = re.compile(r"<function=([^>\n]*)>(.*?)(?:</function>|\Z)", re.DOTALL)
 XML_PARAMETER = re.compile(
     r"<parameter=([^>\n]*)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL
 )
 CALL_START = re.compile(
-    rf"<tool_call>|{DEEPSEEK_CALLS}|{MARK.pattern}|(?:<seed:tool_call>\s*)?<function="
+    rf"<tool_call>|{DEEPSEEK_CALLS}|{MARK.pattern}|(?:<seed:tool_call>\s*)?{XML_START.pattern}"
 )
-END_OF_THOUGHT = "</think>"
-START_OF_THOUGHT = "<think>"
+THOUGHT = re.compile(r"(?s:.*)</(?:seed:)?think>")  # up to the last end of one
+START_OF_THOUGHT = re.compile(r"<(?:seed:)?think>")
 LAYOUT = 'a JSON object {"name": tool, "arguments": {parameter: value}}'
 
 
@@ -57,32 +59,37 @@ def parse_tool_calls(
         tools: JSON schemas of the tools, which tell the types of parameters in XML.
         in_thought: The turn's header has begun a thought.
     """
-    _, end, text = text.rpartition(END_OF_THOUGHT)
-    if START_OF_THOUGHT in text or (in_thought and not end):  # not ended
+    thought = THOUGHT.match(text)
+    text = text[thought.end() :] if thought else text
+    if START_OF_THOUGHT.search(text) or (in_thought and not thought):  # not ended
         return []
+    names = {tool.get("function", tool).get("name") for tool in tools}
     blocks = [block.strip() for block in HERMES.findall(text)]
     if blocks:
         calls = []
         for block in blocks:
             if block.startswith("<function="):
                 calls += _read_xml(block, tools)
-            elif name := GLM_NAME.match(block):
+            elif (name := GLM_NAME.match(block)) and (name.end() < len(block) or name[1] in names):
                 calls.append(_typed_call(name[1], GLM_ARGUMENT.findall(block), tools))
             else:
                 calls.append(_read_json(block))
         return calls
     if MARK.search(text):
         return _read_marked(text)
-    if "<function=" in text:
-        return _read_xml(text, tools)
-    return _read_llama(text)
+    llama_calls = _read_llama(text)
+    xml = XML_START.search(text)
+    if xml and not llama_calls:
+        return _read_xml(text[xml.start() :], tools)
+    return llama_calls
 
 
 def text_before_calls(text: str) -> str:
     """Return the text of a turn before its calls, thoughts included; "" where it is one call."""
-    thought, end, rest = text.rpartition(END_OF_THOUGHT)
-    call = CALL_START.search(rest)
-    return (thought + end + rest[: call.start() if call else 0]).rstrip()
+    thought = THOUGHT.match(text)
+    start = thought.end() if thought else 0
+    call = CALL_START.search(text, start)
+    return text[: call.start() if call else start].rstrip()
 
 
 def _read_json(text: str) -> ToolCall:
@@ -94,7 +101,9 @@ def _read_json(text: str) -> ToolCall:
 
 
 def _to_call(value: Any) -> ToolCall:
-    """Return the call that a JSON value describes."""
+    """Return the call that a JSON value describes, perhaps an entry of OpenAI's API."""
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return _malformed("it has no name")
     arguments = value.get("arguments", value.get("parameters", {}))

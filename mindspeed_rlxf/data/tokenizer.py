@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KEY = "training.tokenizer_name_or_path"
-BARRED = re.compile(r"<[|\uff5c].*[|\uff5c]>")
+ROLE_MARK = re.compile("<\uff5c.*\uff5c>")  # DeepSeek's, which its tokenizers do not call special
 MAX_TOKENS = 4  # per character; UTF-8 has at most four bytes
 
 
@@ -189,31 +189,43 @@ class SpecialTokens:
     """One tokenizer's special tokens.
 
     While a chat template is rendered, a random word, which no text can contain, replaces each
-    special token spelled in a user's text.
+    special token spelled in a user's text, and each ROLE_MARK of the tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        names = {*tokenizer.all_special_tokens}
+        special = {*tokenizer.all_special_tokens}
+        role_marks = set[str]()
         for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
-            # DeepSeek's marks of roles and tool calls are not special to its tokenizers.
-            if token.special or BARRED.fullmatch(str(token)):
-                names.add(str(token))
-        names.discard("")
+            if token.special:
+                special.add(str(token))
+            elif ROLE_MARK.fullmatch(str(token)):
+                role_marks.add(str(token))
+        special.discard("")
         # Longest first: a name may begin with another one.
-        self._names = sorted(names, key=lambda name: (-len(name), name))
-        self._pattern = re.compile("|".join(map(re.escape, self._names)) or r"(?!)")
+        self._names = sorted(special | role_marks, key=lambda name: (-len(name), name))
+        self._pattern = _any_of(self._names)
+        self._special_pattern = _any_of([name for name in self._names if name in special])
         self._tokenizer = tokenizer
         self._nonce = secrets.token_hex(12)
         self._words = re.compile(rf"zq{self._nonce}n(\d+)z")
 
     def hide(self, value: Any) -> Any:
-        """Replace special tokens in strings, also inside lists and dicts, by random words."""
+        """Replace special tokens in strings, also inside lists and dicts, by random words.
+
+        A string alone is a text without roles, whose marks stay.
+        """
+        if isinstance(value, str):
+            return self._special_pattern.sub(self._random_word, value)
+        return self._hide_in_chat(value)
+
+    def _hide_in_chat(self, value: Any) -> Any:
         if isinstance(value, str):
             return self._pattern.sub(self._random_word, value)
         if isinstance(value, dict):
-            return {self.hide(key): self.hide(entry) for key, entry in value.items()}
+            hide = self._hide_in_chat
+            return {hide(key): hide(entry) for key, entry in value.items()}
         if isinstance(value, list):
-            return [self.hide(entry) for entry in value]
+            return [self._hide_in_chat(entry) for entry in value]
         return value
 
     def _random_word(self, name: re.Match[str]) -> str:
@@ -283,6 +295,10 @@ class SpecialTokens:
             self.restore(text), add_special_tokens=False, split_special_tokens=True
         )["input_ids"]
         return ids
+
+
+def _any_of(names: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
 
 def token_pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:

@@ -20,7 +20,12 @@ from mindspeed_rlxf.checkpoint.store import RunStore, check_chosen, check_resume
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.hf_config import WEIGHTS_FOLDER, find_disagreements, read_hf_config
 from mindspeed_rlxf.config.problems import MissingFile, Problem, UserError, closest
-from mindspeed_rlxf.config.rollout_section import AGENT_COLUMN, BY_ROW, PROGRAM_AGENT
+from mindspeed_rlxf.config.rollout_section import (
+    AGENT_COLUMN,
+    BY_ROW,
+    PROGRAM_AGENT,
+    TOOL_AGENT,
+)
 from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
 from mindspeed_rlxf.data.decoding import special_ids
 from mindspeed_rlxf.data.files import describe_keys, find_row_without, list_keys
@@ -433,6 +438,7 @@ def _check_agents(config: RunConfig, prepared: Prepared) -> list[Problem]:
         rule = f"must be given for the agent {PROGRAM_AGENT}"
         return [Problem("rollout.program", rule, remedy=remedy)]
     gives_first = not names.isdisjoint(GIVES_FIRST)
+    reads_calls = TOOL_AGENT in names
     names -= {"", *AGENTS}
     registered = ", ".join(sorted(AGENTS)) or "none is registered"
     remedy = "add the file that registers it to training.plugins"
@@ -451,7 +457,7 @@ def _check_agents(config: RunConfig, prepared: Prepared) -> list[Problem]:
             allow_special_tokens=config.data.allow_special_tokens,
         )
         try:
-            prepared.notices += template.check(gives_first)
+            prepared.notices += template.check(gives_first, reads_calls)
         except ValueError as error:
             remedy = "give the tokenizer's folder a fitting one"
             problems.append(Problem("training.tokenizer_name_or_path", str(error), remedy=remedy))

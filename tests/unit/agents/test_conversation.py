@@ -200,7 +200,8 @@ def test_a_template_whose_calls_are_not_read_is_refused() -> None:
         tokenizer = special("think", template.replace("CALL", form))
         ChatTemplate(tokenizer, []).check()
         with nullcontext() if is_read else pytest.raises(ValueError, match="calls"):
-            ChatTemplate(tokenizer, [], [SEARCH]).check()
+            ChatTemplate(tokenizer, [], [SEARCH]).check(reads_calls=True)
+        ChatTemplate(tokenizer, [], [SEARCH]).check()  # an agent of the user's may read them
 
 
 def test_an_eos_behind_a_complete_chat_is_not_in_a_chat_that_goes_on() -> None:

@@ -63,9 +63,10 @@ TEXTS = {
     "llama, in a function": (f"<function=add>{json.dumps(ADD)}</function>", [CALL]),
     "glm": (
         "I add.\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>12</arg_value>\n"
-        "<arg_key>b</arg_key>\n<arg_value>3</arg_value>\n</tool_call><tool_call>now</tool_call>",
-        [ToolCall("add", {"a": 12, "b": "3"}), ToolCall("now", {})],
+        "<arg_key>b</arg_key>\n<arg_value>3</arg_value>\n</tool_call><tool_call>add</tool_call>",
+        [ToolCall("add", {"a": 12, "b": "3"}), ToolCall("add", {})],
     ),
+    "phi, as functools": (f"functools[{JSON}]", [CALL]),
     "phi": (f"<|tool_call|>[{JSON}, {JSON}]<|/tool_call|>", [CALL] * 2),
     "deepseek": (
         wide(f"<|calls_begin|><|call_begin|>add<|sep|>{json.dumps(ADD)}<|call_end|>"),
@@ -79,6 +80,12 @@ TEXTS = {
     "an answer in JSON": ('{"answer": 12}', []),
     "a thought": (f"<think><tool_call>{JSON}</tool_call>", []),
     "nothing": ("", []),
+    "an answer about calls": ("One writes <function=add> and <parameter=a>.", []),
+    "seed's thought": ("<seed:think><function=add>{}</function></seed:think>12", []),
+    "llama with a mark": (
+        '{"name": "add", "parameters": {"b": "<function=f>{}</function>"}}',
+        [ToolCall("add", {"b": "<function=f>{}</function>"})],
+    ),
 }
 
 
@@ -99,6 +106,7 @@ def test_a_call_in_a_thought_of_the_header_does_not_count() -> None:
     [
         '{"name": "add", "arguments": {"a": 1}',
         "add(1, 2)",
+        "reset_database",
         '["add"]',
         '{"arguments": {}}',
         '{"name": 3, "arguments": {}}',

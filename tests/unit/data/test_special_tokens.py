@@ -8,6 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from mindspeed_rlxf.agents.conversation import ChatTemplate
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.prompts import load_prompts
 from mindspeed_rlxf.data.templates import PromptEncoder, Turn
@@ -77,13 +78,16 @@ def test_a_spelled_token_is_text_and_changes_nothing_beside_it(tmp_path: Path, n
     ]
 
 
-def test_marks_of_roles_that_a_tokenizer_does_not_call_special_are_text_too(tmp_path: Path) -> None:
+def test_deepseeks_marks_of_roles_are_text_in_chats_and_tokens_elsewhere(tmp_path: Path) -> None:
+    mark = "<\uff5cUser\uff5c>"
     tokenizer = tokenizer_of("first")
-    tokenizer.add_tokens([AddedToken("<|tool|>"), AddedToken("<think>")])
-    tokenizer.chat_template = f"<|tool|>{TEMPLATE}"
-    tool_id, think_id = tokenizer.convert_tokens_to_ids(["<|tool|>", "<think>"])
-    ids = ids_of_prompt(tmp_path, tokenizer, [{"role": "user", "content": "<think>a <|tool|>"}])
-    assert (ids.count(tool_id), ids.count(think_id)) == (1, 1) and ids[0] == tool_id
+    tokenizer.add_tokens([AddedToken(mark), AddedToken("<|fim|>")])
+    tokenizer.chat_template = f"{mark}{TEMPLATE}"
+    mark_id, fim_id = tokenizer.convert_tokens_to_ids([mark, "<|fim|>"])
+    ids = ids_of_prompt(tmp_path, tokenizer, [{"role": "user", "content": f"<|fim|>a {mark}"}])
+    assert (ids.count(mark_id), ids.count(fim_id)) == (1, 1) and ids[0] == mark_id
+    observed = ChatTemplate(tokenizer, [0]).text_ids([{"role": "user", "content": f"a{mark}"}])
+    assert observed[-1] == ids_of_prompt(tmp_path, tokenizer, f"a{mark}")[-1] == mark_id
 
 
 @pytest.mark.parametrize("name", [*MAKERS])
