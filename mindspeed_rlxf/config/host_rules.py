@@ -40,7 +40,7 @@ def check_launch(config: RunConfig) -> list[Problem]:
     if config.rollout.first_rank_draws and kind is DeviceKind.NPU:
         rule = "gathers on one rank, which HCCL cannot"
         problems.append(Problem("rollout.first_rank_draws", rule, True, "use false"))
-    if config.rollout.decode_graphs and kind is not DeviceKind.CUDA:
+    if config.makes_decode_graphs and kind is not DeviceKind.CUDA:
         rule = f"needs CUDA, not {ref('device.kind')}={kind.value}"
         problems.append(Problem("rollout.decode_graphs", rule, True, "use false"))
     if config.runtime.kind == "local":

@@ -31,7 +31,7 @@ class VllmConfig(Section):
     max_num_seqs: int | None = free(
         None,
         "requests computed at once; null = actor_rollout.num_samples_per_step, else as many as fit "
-        "into the KV cache (64 to 1024), on CPU 256",
+        "into the KV cache (64 to 512), on CPU 256",
         ge=1,
     )
     gpu_memory_utilization: float = free(
@@ -104,9 +104,10 @@ class RolloutConfig(Section):
     )
     decode_graphs: bool = free(
         False,
-        "on CUDA the host launches a decode step as one graph, for models without experts or "
-        "tensor parallelism; off until devices have shown that both ways agree",
-        used_if="engine=native; rollout_tp=1; !actor_rollout.architecture.num_experts",
+        "on CUDA the host launches a decode step as one graph, without experts, tensor parallelism "
+        "and training.deterministic; off until devices have shown that both ways agree",
+        used_if="engine=native; rollout_tp=1; !actor_rollout.architecture.num_experts; "
+        "!training.deterministic",
     )
     tools: Annotated[tuple[ToolConfig, ...], Word] = key(
         (),

@@ -348,6 +348,14 @@ class RunConfig(Section):
         return self.rollout.engine == "vllm"
 
     @property
+    def makes_decode_graphs(self) -> bool:
+        """Whether decode steps of the native engine are graphs, where the device has them."""
+        is_plain = self.rollout_tp == 1 and not self.actor_rollout.architecture.num_experts
+        is_native = self.rollout.engine == "native"
+        asked = self.rollout.decode_graphs and not self.training.deterministic
+        return asked and is_native and is_plain
+
+    @property
     def rollout_ep(self) -> int:
         """Replicas sharing a layer's experts in generation; 1 = not shared.
 

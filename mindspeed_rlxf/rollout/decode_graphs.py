@@ -14,7 +14,8 @@ step with a number of rows and the rows' settings, and replayed at the following
   As no row reads another one, it changes the batch by rounding at most: a GEMM's kernel may depend
   on the number of rows.
 - Without graphs: a batch with several settings, whose groups differ with each row that leaves;
-  tensor parallelism, whose collectives would be captured; and experts.
+  tensor parallelism, whose collectives would be captured; experts; and deterministic operators,
+  some of which copy from pageable memory.
 """
 
 from collections.abc import Callable

@@ -104,15 +104,14 @@ class Generation:
             steps: Decode steps launched before the host reads the drawn tokens.
             kept_rows: Sample id -> its row, of samples whose turn has ended; changed here.
             first_rank_draws: Whether the logits go to the first tensor-parallel rank alone.
-            decode_graphs: Whether decode steps run as graphs where they can (`decode_graphs.py`).
+            decode_graphs: Whether decode steps run as graphs (`decode_graphs.py`); without tensor
+                parallelism and experts.
         """
         self.model, self.weights_version, self.expert_sync = model, weights_version, expert_sync
         self.max_rows, self.max_tokens, self.steps = limits.rows, limits.tokens, steps
         self.kept_rows = kept_rows
         self._first_rank_draws = first_rank_draws and model.tp_group.size() > 1
-        self._graphs: DecodeGraphs | None = None
-        if decode_graphs and model.tp_group.size() == 1 and model.config.num_moe_experts is None:
-            self._graphs = DecodeGraphs()
+        self._graphs = DecodeGraphs() if decode_graphs else None
         self.stats = GenerationStats()
         self.waiting: deque[GrowingSample] = deque()
         self.active: list[GrowingSample] = []
@@ -182,8 +181,7 @@ class Generation:
         longest, rows, limit = self._longest_row(0), len(self.active), self.max_tokens
         for row in itertools.islice(self.waiting, self.max_rows - rows):
             longest, rows = max(longest, len(row.request.prompt) + len(row.tokens)), rows + 1
-            capacity = self._row_capacity(longest + GROWTH)
-            if limit is not None and self._cache_rows(rows) * capacity > limit:
+            if limit is not None and rows * self._row_capacity(longest + GROWTH) > limit:
                 return rows - 1 - len(self.active)
         return rows - len(self.active)
 
@@ -223,9 +221,10 @@ class Generation:
 
         num_taken: tokens that were kept, and are copied into the cache next.
         """
-        rows = self._cache_rows(len(self.active))
+        capacity = self._row_capacity(longest)
+        rows = self._cache_rows(len(self.active), capacity)
         num_cached = self.cache.num_rows * self.cache.capacity  # it may stay as large as it is
-        num_cached = max(num_cached, rows * self._row_capacity(longest))
+        num_cached = max(num_cached, rows * capacity)
         self._forget_kept(self._most_tokens - num_cached - num_taken)
         self.cache.fit(rows, longest)
 
@@ -410,7 +409,7 @@ class Generation:
             self._groups = self.states.group_by_settings(self.active)
         run_step = partial(self._decode_once, rows, self._groups)
         if self._graphs is not None and len(self._groups) == 1:
-            num_padded = self._cache_rows(rows)
+            num_padded = padded_rows(rows, self.cache.num_rows)
             self.states.set_padding(slice(rows, num_padded))
             step = partial(self._decode_once, num_padded, self._groups)
             settings = self._groups[0].settings
@@ -505,13 +504,12 @@ class Generation:
         limit, rows = self.max_tokens, len(self.active)
         if limit is None or rows == 1:
             return
-        if self._cache_rows(rows) * self._row_capacity(self._longest_row(steps)) <= limit:
+        if rows * self._row_capacity(self._longest_row(steps)) <= limit:
             return
         kept = np.argsort(-self._counts, kind="stable").tolist()
         lengths = self._prompts + self._counts
         while len(kept) > 1:
-            capacity = self._row_capacity(int(lengths[kept].max()) + GROWTH)
-            if self._cache_rows(len(kept)) * capacity <= limit:
+            if len(kept) * self._row_capacity(int(lengths[kept].max()) + GROWTH) <= limit:
                 break
             kept.pop()
         preempted = self._remove_rows(sorted(set(range(rows)) - set(kept)))
@@ -548,9 +546,12 @@ class Generation:
         self.active, self._counts, self._groups = rows, counts, None
         self._prompts = np.array([len(row.request.prompt) for row in rows], dtype=np.int64)
 
-    def _cache_rows(self, rows: int) -> int:
+    def _cache_rows(self, rows: int, capacity: int) -> int:
         """Return how many rows the cache has for `rows` samples; with graphs also padding."""
-        return rows if self._graphs is None else padded_rows(rows, self.max_rows)
+        if self._graphs is None:
+            return rows
+        most = max(rows, self._most_tokens // capacity)
+        return padded_rows(rows, min(most, self.max_rows))
 
     def _row_capacity(self, length: int) -> int:
         return min(round_to_pages(length), self._max_length)

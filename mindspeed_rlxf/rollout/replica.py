@@ -149,7 +149,7 @@ def _build_engine(config: RunConfig, trained: TrainEngine | None, folder: str) -
         memory,
         capacities=find_capacities(config),
         first_rank_draws=config.rollout.first_rank_draws,
-        decode_graphs=config.rollout.decode_graphs,
+        decode_graphs=config.makes_decode_graphs,
     )
     return Replica(
         native, lambda version, base: native.update_weights(stream(base), version), leads

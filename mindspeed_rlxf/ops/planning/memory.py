@@ -302,8 +302,9 @@ def _generate_phases(config: RunConfig, received: int) -> list[Phase]:
         top_ps.append(config.validation.top_p)
     sampling = rows * a.vocab_size * sampling_itemsize(bool(top_ps), min(top_ps, default=1) < 1)
     sampling += fp32_weight_bytes(config, actor, -(-a.vocab_size // tp))
-    # Graphs keep the memory of what they compute, also while a prefill runs.
-    peak = working + sampling if config.rollout.decode_graphs else max(working, sampling)
+    peak = max(working, sampling)
+    if config.makes_decode_graphs:
+        peak += sampling  # graphs keep what a draw needs, also while others run without them
     # Token id, log-prob and random number of each position.
     state = rows * (actor.max_new_tokens + 1) * (8 + FP32 + FP32)
     tokens = rows * length

@@ -173,7 +173,6 @@ def server_command(
         "max-model-len": config.training.seq_length + 1,  # scoring samples one token more
         "logprobs-mode": mode,
         "tensor-parallel-size": tp,
-        "max-num-seqs": max_rows,
         "gpu-memory-utilization": keys.gpu_memory_utilization,
         "enforce-eager": keys.enforce_eager,
         "enable-sleep-mode": not on_cpu,
@@ -188,6 +187,8 @@ def server_command(
         options["hf-overrides"] = {"head_dtype": "float32"}
     if actor.lora.rank:
         options |= lora_options(actor)
+    if not on_cpu or keys.max_num_seqs or actor.num_samples_per_step:
+        options["max-num-seqs"] = max_rows
     if keys.kv_cache_gib or on_cpu:
         options["kv-cache-memory-bytes"] = int((keys.kv_cache_gib or 1.0) * 2**30)
     if tp == 1:

@@ -1,13 +1,13 @@
 """How much a vLLM server caches, and how many requests it computes at once; also for the plan."""
 
 from mindspeed_rlxf.config.generation_memory import kv_cache_bytes, kv_cache_rows
+from mindspeed_rlxf.config.host_rules import GIB
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.models.parameter_counts import adapter_sizes, model_elements
 from mindspeed_rlxf.models.parameters import Head
 
-GIB = 1024**3
 CPU_ROWS = 256  # requests at once on CPU, where the configuration sets none
-LEAST_ROWS, MOST_ROWS = 64, 1024  # the same on a device, whatever its memory; powers of two
+LEAST_ROWS, MOST_ROWS = 64, 512  # the same on a device, whatever its memory; powers of two
 
 
 def server_weight_bytes(config: RunConfig) -> int:
@@ -47,7 +47,7 @@ def server_rows(config: RunConfig, on_cpu: bool, device_bytes: int | None) -> in
     if device_bytes is None:
         return MOST_ROWS
     token_bytes = kv_cache_bytes(1, actor.architecture, config.rollout_tp, _itemsize(config))
-    tokens = server_cache_bytes(config, on_cpu, device_bytes) // token_bytes
+    tokens = server_cache_bytes(config, False, device_bytes) // token_bytes
     sizes = actor.max_prompt_length, actor.max_new_tokens
     rows = kv_cache_rows(None, MOST_ROWS, *sizes, tokens)
     return max(LEAST_ROWS, 1 << (rows.bit_length() - 1))

@@ -58,6 +58,8 @@ CASES: list[tuple[Changes, str, Changes]] = [
      "rollout.decode_graphs", {f"{ACTOR}tensor_model_parallel_size": 1}),
     ({**GRAPHS, "model.small.num_experts": 4}, "rollout.decode_graphs",
      {"model.small.num_experts": None}),
+    ({**GRAPHS, "training.deterministic": True}, "rollout.decode_graphs",
+     {"training.deterministic": None}),
     ({"device.devices_per_node": 4}, "device.devices_per_node", {"device.memory_gib": 64}),
     ({f"{ACTOR}do_sample": True, f"{ACTOR}top_k": 3, f"{ACTOR}min_new_tokens": 2,
      f"{ACTOR}fixed_responses": "given.jsonl"}, "actor_rollout.top_k actor_rollout.min_new_tokens",

@@ -95,16 +95,14 @@ def test_sampling_sorts_where_a_top_p_is_used(config, changes, per_logit):
     assert phase(run, Role.ACTOR_ROLLOUT, "generate").activations == expected
 
 
-def test_graphs_keep_what_sampling_needs_while_a_prefill_runs(config):
+def test_graphs_keep_what_sampling_needs(config):
     rows = {"actor_rollout.num_samples_per_step": 12, "actor_rollout.do_sample": True}
     rows |= {"device.kind": "cuda", "runtime.address": "head:6379"}
     plain, graphs = (
         phase(config({**rows, "rollout.decode_graphs": on}), Role.ACTOR_ROLLOUT, "generate")
         for on in (False, True)
     )
-    layer = layer_bytes(config().actor_rollout.architecture, 12 * 8, 1, False, 4).kept
-    vocab_size = config().actor_rollout.architecture.vocab_size
-    assert 12 * vocab_size * 28 < layer  # 28 bytes per logit
+    vocab_size = config().actor_rollout.architecture.vocab_size  # 28 bytes per logit
     assert graphs.activations == plain.activations + 12 * vocab_size * 28
 
 
