@@ -33,12 +33,12 @@ from mindspeed_rlxf.ops.planning.stage_memory import (
     layer_bytes,
 )
 from mindspeed_rlxf.rollout.rollout_engine import NATIVE
-from mindspeed_rlxf.rollout.transfer import make_buckets
-from mindspeed_rlxf.rollout.vllm.sizes import (
+from mindspeed_rlxf.rollout.server_sizes import (
     server_cache_bytes,
     server_rows,
     server_weight_bytes,
 )
+from mindspeed_rlxf.rollout.transfer import make_buckets
 
 TRAINS = "ranks that train"
 GENERATES = "ranks that generate"

@@ -32,6 +32,7 @@ from mindspeed_rlxf.rollout.rollout_engine import (
     GenerationResult,
     GenerationStats,
 )
+from mindspeed_rlxf.rollout.server_sizes import server_rows
 from mindspeed_rlxf.rollout.threads import ask_all
 from mindspeed_rlxf.rollout.transfer import in_buckets
 from mindspeed_rlxf.rollout.vllm.client import Client, ServerError, reading
@@ -41,7 +42,6 @@ from mindspeed_rlxf.rollout.vllm.server import (
     Server,
     server_command,
 )
-from mindspeed_rlxf.rollout.vllm.sizes import server_rows
 from mindspeed_rlxf.rollout.vllm.weights import AdapterFolder, DeviceBuffer, SharedMemory
 
 MOST_FAILURES = 2  # of servers, until one has answered all that it was asked

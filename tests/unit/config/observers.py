@@ -41,8 +41,8 @@ from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.sandbox import Sandbox
 from mindspeed_rlxf.roles import actor, critic
 from mindspeed_rlxf.roles.objectives import AdvantageComputer, make_objective
+from mindspeed_rlxf.rollout.server_sizes import server_rows
 from mindspeed_rlxf.rollout.vllm.server import server_command
-from mindspeed_rlxf.rollout.vllm.sizes import server_rows
 from mindspeed_rlxf.trainer import ppo, preflight, recorder, run
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.trainer.stopping import Stopped

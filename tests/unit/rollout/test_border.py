@@ -6,8 +6,8 @@ from tests.unit.test_layers import FILES, PACKAGE, imports_of, layer
 
 ROLLOUT = f"{PACKAGE}.rollout"
 # What others may know: the interface, forms of it, their names and how one is built, the size of
-# the buckets of weights, and the files of responses in a checkpoint.
-BORDER = {"rollout_engine", "sampling", "replica", "transfer", "ahead"}
+# the buckets of weights, the sizes of a server, and the files of responses in a checkpoint.
+BORDER = {"rollout_engine", "sampling", "replica", "transfer", "server_sizes", "ahead"}
 GENERATING = (f"{PACKAGE}.roles.rollout",)
 INSIDE = {
     "NativeRollout",

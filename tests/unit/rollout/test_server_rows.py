@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mindspeed_rlxf.rollout.vllm.sizes import server_rows
+from mindspeed_rlxf.rollout.server_sizes import server_rows
 
 # fp32: embedding 16 x 8, which is also the output layer; query, key and value 24 x 8, projection
 # 8 x 8, MLP 3 x 16 x 8, norms 3 x 8
