@@ -53,14 +53,14 @@ def measure(pair: Any, settings: Settings) -> Figures:
     }
 
 
-def compare(ours: Sequence[Any], theirs: Sequence[Any]) -> Figures:
+def compare(plain: Sequence[Any], replayed: Sequence[Any]) -> Figures:
     """Return the fraction of tokens before responses part, and how far their log-probs are off.
 
     `off_by` is the largest difference. Rounding may draw another token, after which all differ.
     """
     num_tokens = num_equal = 0
     off_by = 0.0
-    for one, other in zip(ours, theirs, strict=True):
+    for one, other in zip(plain, replayed, strict=True):
         num_tokens += len(one.tokens)
         rows = zip(one.tokens, other.tokens, one.log_probs, other.log_probs, strict=True)
         for token, other_token, log_prob, other_log_prob in rows:

@@ -152,7 +152,7 @@ class ChatTemplate:
             ) from error
         if gives_first:
             self.opening_ids([USER])
-        unread_call = self._unread_call() if reads_calls else ""
+        unread_call = self._unread_call() if reads_calls and self._tools else ""
         if unread_call:
             raise ValueError(
                 "the chat template must write calls of tools as docs/agents.md#tools has them, not "

@@ -26,7 +26,7 @@ HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.D
 DEEPSEEK_CALL = "<\uff5ctool\u2581call\u2581begin\uff5c>"
 DEEPSEEK_CALLS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
 SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
-MARK = re.compile(rf"\[TOOL_CALLS\]|<\|tool_call\|>|functools(?=\[)|{DEEPSEEK_CALL}")
+MARK = re.compile(rf"\[TOOL_CALLS\]|<\|tool_call\|>|functools(?=\[\s*\{{)|{DEEPSEEK_CALL}")
 MARKED_NAME = re.compile(
     rf"\s*(?:\w+{SEPARATOR})?([\w.-]+)\s*"
     rf"(?:\[CALL_ID\]\w*)?(?:\[ARGS\]|{SEPARATOR}|```json)?\s*(?=\{{)"
@@ -63,18 +63,9 @@ def parse_tool_calls(
     text = text[thought.end() :] if thought else text
     if START_OF_THOUGHT.search(text) or (in_thought and not thought):  # not ended
         return []
-    names = {tool.get("function", tool).get("name") for tool in tools}
-    blocks = [block.strip() for block in HERMES.findall(text)]
+    blocks = HERMES.findall(text)
     if blocks:
-        calls = []
-        for block in blocks:
-            if block.startswith("<function="):
-                calls += _read_xml(block, tools)
-            elif (name := GLM_NAME.match(block)) and (name.end() < len(block) or name[1] in names):
-                calls.append(_typed_call(name[1], GLM_ARGUMENT.findall(block), tools))
-            else:
-                calls.append(_read_json(block))
-        return calls
+        return [call for block in blocks for call in _read_block(block.strip(), tools)]
     if MARK.search(text):
         return _read_marked(text)
     llama_calls = _read_llama(text)
@@ -90,6 +81,19 @@ def text_before_calls(text: str) -> str:
     start = thought.end() if thought else 0
     call = CALL_START.search(text, start)
     return text[: call.start() if call else start].rstrip()
+
+
+def _read_block(block: str, tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
+    """Read what stands in <tool_call>: XML, a name with GLM's pairs, or JSON."""
+    if block.startswith("<function="):
+        return _read_xml(block, tools)
+    glm_name = GLM_NAME.match(block)
+    if glm_name is not None:
+        has_arguments = glm_name.end() < len(block)
+        names = [tool.get("function", tool).get("name") for tool in tools]
+        if has_arguments or glm_name[1] in names:
+            return [_typed_call(glm_name[1], GLM_ARGUMENT.findall(block), tools)]
+    return [_read_json(block)]
 
 
 def _read_json(text: str) -> ToolCall:

@@ -201,7 +201,7 @@ def test_rows_with_agents_keep_what_those_read(make_tokenizer, write_jsonl, capl
     assert [int(i) for i in first.token_ids] == ids_of("<bos>", "<user>", "a")
     assert [int(i) for i in second.token_ids] == ids_of("<bos>", "<user>", "a", "<assistant>")
     assert not caplog.records
-    ending = make_tokenizer()  # as Phi 3, which ends what is not opened
+    ending = make_tokenizer()  # as Phi 3: an EOS where no answer begins
     ending.chat_template += "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
     first, _ = load_prompts(file, ending, keys, 100, gives_first=gives_first)
     assert [int(i) for i in first.token_ids] == ids_of("<bos>", "<user>", "a")
