@@ -1,12 +1,10 @@
 """Agents of tests, also as a plugin: on sums such as `12+34=`, whose answer they give."""
 
 import asyncio
-import os
 from typing import Any
 
 from mindspeed_rlxf.agents.session import AGENTS, Session, ToolCall
 from mindspeed_rlxf.agents.tools import call_tools
-from tests.unit.agents.served import Client
 
 
 class OneTurn:
@@ -28,18 +26,6 @@ class TwoTurns:
     async def say_last(self, session: Session) -> None:
         turn = await session.say()
         session.reward(float(session.ground_truth in turn.text))
-
-
-def two_turns(row: dict[str, Any]) -> None:
-    """The same as a program."""
-    client = Client(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
-    messages, ground_truth = row["messages"], row["ground_truth"]
-    first = client.say(messages, max_tokens=3)
-    num_ones = float(first["content"].count("1"))
-    client.post("/reward", score=0.25 * num_ones, ones=num_ones)
-    messages += [first, {"role": "tool", "content": "=" + ground_truth, "tool_call_id": "1"}]
-    last = client.say(messages)
-    client.post("/reward", score=float(ground_truth in last["content"]))
 
 
 class Late(TwoTurns):

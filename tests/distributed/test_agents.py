@@ -21,7 +21,7 @@ from mindspeed_rlxf.data.batch import RoleOutput
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.roles.reward import RewardsFailed
 from mindspeed_rlxf.roles.rollout import RolloutRole
-from tests.distributed import agents
+from tests.distributed import agents, programs
 from tests.distributed.groups import build_policy
 from tests.distributed.llamas import MIXTRAL, QWEN3_MOE, make_llama, run_config
 from tests.distributed.test_experts import EP2, TP2
@@ -80,7 +80,7 @@ def test_a_program_leads_the_run_of_an_agent_in_the_process(
 ) -> None:
     keys = {"rollout.agent_lag": 2, "algorithm.turn_rewards": True, **keys}
     ours = lead(tmp_path / "agent", warm_runtime, "two_turns", **keys)
-    program = {"rollout.program": f"{agents.__file__}:two_turns", "rollout.program_processes": 16}
+    program = {"rollout.program": f"{programs.__file__}:two_turns", "rollout.program_processes": 16}
     theirs = lead(tmp_path / "program", warm_runtime, "null", **keys, **program)
     assert_same(ours, theirs)
     assert ours.metrics[0]["metrics"]["rollout/turns/mean"] == 2.0

@@ -13,7 +13,7 @@ import pytest
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from tests.chaos.same_run import differences
 from tests.chaos.tiny_run import settings
-from tests.distributed import agents
+from tests.distributed import programs
 from tests.processes import read_lines, run_python, start_logged, with_sources
 from tests.unit.agents.served import Client
 
@@ -24,14 +24,14 @@ WAIT_S = 240.0
 
 
 def two_turns(row: dict[str, Any]) -> None:
-    """As `agents.two_turns`; the program that leads KILLED first waits behind a turn."""
+    """As `programs.two_turns`; the program that leads KILLED first waits behind a turn."""
     mark = Path(os.environ["MARK"])
     if row["sample_id"] == KILLED and not mark.exists():
         client = Client(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
         client.say(row["messages"], max_tokens=3)
         mark.touch()
         time.sleep(WAIT_S)
-    agents.two_turns(row)
+    programs.two_turns(row)
 
 
 def command(out: Path) -> list[str]:

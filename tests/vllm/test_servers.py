@@ -32,7 +32,7 @@ from mindspeed_rlxf.rollout.vllm import server
 from mindspeed_rlxf.rollout.vllm.client import Client
 from mindspeed_rlxf.rollout.vllm.engine import VllmRollout
 from mindspeed_rlxf.rollout.vllm.weights import SharedMemory
-from tests.distributed import agents
+from tests.distributed import agents, programs
 from tests.distributed.conftest import kept_pools, warm_runtime
 from tests.distributed.groups import build_policy
 from tests.distributed.llamas import run_config
@@ -105,7 +105,10 @@ def test_a_program_leads_the_native_engines_conversations(
         "+reward__rules": "{arithmetic: agent}",
     }  # fmt: skip
     agent = {"training__plugins": f"[{agents.__file__}]", "rollout__agent": "two_turns"}
-    program = {"rollout__program": f"{agents.__file__}:two_turns", "rollout__program_processes": 8}
+    program = {
+        "rollout__program": f"{programs.__file__}:two_turns",
+        "rollout__program_processes": 8,
+    }
     run_python(*command(model, tmp_path / "native", **keys, **agent))
     run_python(*command(model, tmp_path / "vllm", **keys, **program, **served_by(vllm_python)))
     native, vllm = (read_lines(tmp_path / name / "samples.jsonl") for name in ("native", "vllm"))

@@ -23,6 +23,7 @@ from mindspeed_rlxf.config.schema import DeviceConfig, PoolSettings, RuntimeConf
 from tests.distributed.cluster.group_checks import build
 from tests.distributed.cluster.stand_ins import StandIn
 
+pytestmark = pytest.mark.long  # `unit/cluster/ray/test_devices.py` has the report
 JOIN_S = 60.0
 # `ray start` takes 127.0.0.1 for the host's other address, where the session's cluster is not.
 RAY_ON_LOOPBACK = """
@@ -137,7 +138,6 @@ def test_nodes_that_lack_devices_are_named_and_nothing_is_held(make_pools):
     assert "resource_pool.small" not in str(missing.value)
 
 
-@pytest.mark.long
 def test_a_late_node_is_waited_for_and_ranks_follow_the_list(make_pools, nodes):
     nodes.add(lab=2)
     large = make_pools(JOIN_S, {"main": [2, 2]})["main"]

@@ -14,6 +14,7 @@ from subprocess import PIPE
 from typing import Any
 
 import psutil
+import pytest
 
 from tests.distributed.cluster.group_checks import build
 from tests.distributed.cluster.stand_ins import StandIn
@@ -70,9 +71,14 @@ def next_facts(process: subprocess.Popen[str]) -> dict[str, Any]:
     return facts
 
 
-def test_nothing_of_an_own_cluster_is_left_after_an_interrupt_and_after_a_kill() -> None:
+@pytest.mark.parametrize(
+    "signals",
+    [[signal.SIGKILL], pytest.param([signal.SIGINT, signal.SIGKILL], marks=pytest.mark.long)],
+    ids=["kill", "interrupt, then kill"],
+)
+def test_nothing_of_an_own_cluster_is_left(signals: list[signal.Signals]) -> None:
     with driver(RAY_ADDRESS="local", RAY_AUTH_MODE="disabled") as process:
-        for number in (signal.SIGINT, signal.SIGKILL):
+        for number in signals:
             facts = next_facts(process)
             assert asks_for_token(facts["address"])  # the mode is for clusters to join
             children = psutil.Process(process.pid).children(recursive=True)
