@@ -187,6 +187,7 @@ def _chunked_softmax(
             chunk = slice(start, start + CHUNK_TOKENS)
             logits = _scaled_logits(settings.linear(hidden[chunk], weight), settings)
             chunks.append(_softmax(logits, labels[chunk], settings)[0])
+            del logits  # before the next chunk has its own
     return chunks[0] if len(chunks) == 1 else _Softmax(*map(torch.cat, zip(*chunks, strict=True)))
 
 

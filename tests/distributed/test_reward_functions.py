@@ -74,7 +74,7 @@ def run_with_server(
         "actor_rollout.ppo_mini_batch_size": 8,
         "actor_rollout.micro_batch_size": 2,
         "+reward.functions": judge,
-        "+reward.max_failed": 16,
+        "+reward.max_failed": 160,  # of ten draws where groups are filtered
     }  # fmt: skip
     if name == "gae":
         keys |= {"critic.critic_mini_batch_size": 8, "critic.micro_batch_size": 1}

@@ -145,8 +145,9 @@ def test_two_ranks_of_each_kind_give_the_run_of_two_that_do_both(
     warm_runtime: Any, tmp_path: Path, name: str
 ) -> None:
     """Each sample is generated on the replica that its id says, in both."""
-    ahead = {"rollout.max_staleness": 3, "resource_pool.main": 2}
-    one = run(name, tmp_path / "one", warm_runtime, **ahead, **{"rollout.lead": 1})
+    ahead = {"rollout.max_staleness": 3}
+    both = {"resource_pool.main": 2, "rollout.lead": 1}
+    one = run(name, tmp_path / "one", warm_runtime, **ahead, **both)
     assert_same(run(name, tmp_path / "other", warm_runtime, **ahead, **TWO_APART), one)
 
 

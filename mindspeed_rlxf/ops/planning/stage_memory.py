@@ -135,16 +135,20 @@ def layer_bytes(
     return LayerBytes(norm, tokens * attention, mlp, sent, entry, exchange, widened)
 
 
-def logit_bytes(config: RunConfig, role: Role, itemsize: int, learns: bool) -> int:
+def logit_bytes(config: RunConfig, role: Role, itemsize: int, learns: bool, read: int) -> int:
     """Return the peak bytes per logit of a chunk from which log-probs come.
 
     The fp32 logits become exponentials in place; a bf16 model has its own logits beside them. An
     update also has products for the entropy, or the logits' gradient (`learns`), with
-    `entropy_coeff` two more for the entropy's. KL over the vocabulary compares two distributions.
+    `entropy_coeff` two more for the entropy's. Where the `read` tokens take several chunks, bf16
+    logits are gone before those products are made. KL over the vocabulary compares two
+    distributions.
     """
     narrow = itemsize if itemsize < FP32 else 0
     if learns:
         num_arrays = 4 if config.actor_rollout.entropy_coeff else 2
+        if num_arrays == 2 and read > CHUNK_TOKENS:
+            narrow = 0
     else:
         is_full = config.algorithm.kl_penalty is KlPenalty.FULL and role is Role.REF
         num_arrays = 4 if is_full else 1
@@ -436,6 +440,10 @@ class PipelineStage:
         if sums_chunks and not self.lora.rank and self.optimizer.overlap_grad_reduce:
             # A gradient that is reduced early needs the sum of the chunks beside it.
             gradient_bytes += FP32 * self.vocab * self.architecture.hidden_size
+        if self.lora.rank:  # gradients of the widest input by the linear and its adapter, their sum
+            tokens = self._own_tokens(samples, shared)
+            width = self.architecture.mlp_hidden_size // self.layout.tp
+            recomputed += 2 * tokens * width * self.itemsize
         # The head's activations are freed before the backward pass reaches a layer.
         activations = num_in_flight * kept
         activations += max(self._head_bytes(samples, shared, learns=True), recomputed)
@@ -496,7 +504,7 @@ class PipelineStage:
             return 0
         tokens = self._own_tokens(samples, shared)
         read = self._head_tokens(samples)
-        per_logit = logit_bytes(self.config, self.role, self.itemsize, learns)
+        per_logit = logit_bytes(self.config, self.role, self.itemsize, learns, read)
         sizes = tokens, read, self.itemsize, self.vocab, per_logit
         head = head_bytes(self.architecture, self.head, *sizes)
         if self.head is Head.LANGUAGE_MODEL:
