@@ -64,4 +64,4 @@ def test_the_command_on_a_cluster_of_three_nodes(tmp_path):
     assert done.returncode == 0
     assert values["cluster.hosts"] == "3 of 3 hosts answered"
     assert values["cluster.versions"] == "the same on 3 hosts"
-    assert values["collectives.all"].startswith("3 of 3 hosts together")
+    assert values["collectives.all"].startswith("6 ranks on 3 of 3 hosts together")
