@@ -368,3 +368,12 @@ def test_an_update_has_as_many_arrays_of_logits_as_the_plan_counts(
         total = values + entropy if trains_entropy else values
         total.sum().backward()
     assert arrays.most == most
+
+
+def test_a_forward_pass_has_one_array_of_logits(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heads, "CHUNK_TOKENS", TOKENS // 4)
+    with torch.no_grad(), Arrays(TOKENS // 4 * VOCAB * 4) as arrays:
+        token_log_probs(*problem, VOCAB, Group(), 0.7, with_entropy=False)
+    assert arrays.most == 1
