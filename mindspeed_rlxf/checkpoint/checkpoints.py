@@ -289,8 +289,8 @@ class RunCheckpoints:
             StorageUnreadable: Files cannot be read; nothing is changed.
         """
         resume_from = self.config.training.resume_from
-        chosen = self.store.goes_back_to(resume_from)
-        if resume_from is not None and chosen is None:
+        chosen = self.store.goes_back_to(self.config.training)
+        if resume_from is not None and chosen is None and not self.config.training.new_run:
             file = self.store.folder / WENT_BACK
             note(
                 f"note: an earlier start went back to training.resume_from={resume_from}, so this "

@@ -23,6 +23,7 @@ from typing import Any
 from mindspeed_rlxf.checkpoint.directory import RunDirectory, readable
 from mindspeed_rlxf.config.problems import Problem, neighbours, use
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
+from mindspeed_rlxf.config.sections import TrainingConfig
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.weights.atomic import sync_folder
 from mindspeed_rlxf.weights.state_files import (
@@ -263,12 +264,13 @@ class RunStore:
         """Return the iteration whose weights were exported; None if unknown."""
         return self._read(EXPORTED)
 
-    def goes_back_to(self, resume_from: int | None) -> int | None:
-        """Return the iteration of `training.resume_from`; None if an earlier start went back to it.
+    def goes_back_to(self, training: TrainingConfig) -> int | None:
+        """Return the iteration of `resume_from`; None if an earlier start went back to it.
 
-        So the same command, given again after a stop, goes on.
+        So the same command, given again after a stop, goes on. None also with `new_run`.
         """
-        return None if resume_from == self._read(WENT_BACK) else resume_from
+        is_new = training.new_run or training.resume_from == self._read(WENT_BACK)
+        return None if is_new else training.resume_from
 
     def _read(self, name: str) -> int | None:
         try:
@@ -331,7 +333,7 @@ def check_chosen(config: RunConfig) -> list[Problem]:
         iteration = config.validation.checkpoint
     else:
         key = "training.resume_from"
-        iteration = store.goes_back_to(config.training.resume_from)
+        iteration = store.goes_back_to(config.training)
     if iteration is None or config.training.new_run:
         return []
     complete, damaged = find_whole_checkpoints(config, store)
@@ -357,7 +359,7 @@ def check_resume(config: RunConfig, directory: RunDirectory) -> list[Problem]:
     complete, problems = find_whole_checkpoints(config, store)
     if not complete:
         return [no_whole_checkpoint(directory, problems)] if problems else []
-    iteration = store.goes_back_to(config.training.resume_from) or complete[0].iteration
+    iteration = store.goes_back_to(config.training) or complete[0].iteration
     train_iters = config.training.train_iters
     if iteration <= train_iters:
         return []
@@ -373,7 +375,7 @@ def is_finished(config: RunConfig, directory: RunDirectory) -> bool:
     more iterations.
     """
     store = RunStore(directory.checkpoints)
-    if store.goes_back_to(config.training.resume_from) is not None:
+    if store.goes_back_to(config.training) is not None:
         return False
     complete, _ = find_whole_checkpoints(config, store)
     if not complete:
@@ -396,7 +398,7 @@ def describe_start(config: RunConfig) -> list[str]:
         return [f"{directory.path} has its {train_iters} iterations already, so nothing is done"]
     store = RunStore(directory.checkpoints)
     complete, _ = find_whole_checkpoints(config, store)
-    iteration = store.goes_back_to(config.training.resume_from)
+    iteration = store.goes_back_to(config.training)
     if iteration is None and complete:
         iteration = complete[0].iteration
     if RunDirectory.check(config) or check_chosen(config):

@@ -328,6 +328,13 @@ def test_a_run_goes_back_once_and_loses_nothing(new_case):
     assert (aside / "iter_0000003").is_dir() and again.lines == [1, 2]
 
 
+def test_a_new_run_goes_back_to_nothing_and_its_restart_goes_on(new_case):
+    new = new_case(resume_from=2, new_run=True)
+    assert new.resume() == 0 and not new.notes
+    new.iterate(1)
+    assert new_case(resume_from=2).resume() == 1
+
+
 class Ahead:
     """A rollout that saves one file of samples and counts how often it is read."""
 
