@@ -75,8 +75,7 @@ class LinearAdapters(torch.nn.Module):
             Like the linear's output on this rank.
         """
         joined = torch.cat([self.get_parameter(f"{name}_{A}") for name in self.adapted])
-        # Of two axes: a norm may leave strides for which F.linear multiplies token by token.
-        inner = F.linear(inputs.flatten(0, 1), joined).unflatten(0, inputs.shape[:2])
+        inner = F.linear(inputs, joined)
         inner = self._exchange(inner) * self.lora.scale
         inners = dict(zip(self.adapted, inner.split(self.lora.rank, -1), strict=True))
         outputs = []

@@ -181,9 +181,13 @@ class TransformerModel(LanguageModule):
             attend: for packed tokens, b = 1; None = each row attends causally.
         """
         hidden = self.embedding(token_ids, None) if self.pre_process else None
-        if hidden is not None and torch.is_grad_enabled():
-            # Of a frozen embedding: recomputation gives no gradient if no input needs one.
-            hidden.requires_grad_()
+        if hidden is not None:
+            # The embedding's [s, 1, hidden] has the strides of [1, s, hidden], with which a product
+            # with a weight that needs no gradient is one of each token.
+            hidden = hidden.flatten(0, 1).unflatten(0, hidden.shape[:2])
+            if torch.is_grad_enabled():
+                # Of a frozen embedding: recomputation gives no gradient if no input needs one.
+                hidden.requires_grad_()
         self.inverse_frequencies = self.inverse_frequencies.to(positions.device)  # moves once
         angles = rotary_angles(positions, self.inverse_frequencies)
         return self.decoder(

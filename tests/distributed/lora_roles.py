@@ -4,6 +4,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.engine.hf_stream import trained_tensors
@@ -37,7 +38,23 @@ class Adapted:
         return RoleOutput(report={name: tensor.tolist() for name, tensor in found.items()})
 
 
+class BatchedProducts(TorchDispatchMode):
+    """Counts the products of many small matrices."""
+
+    num_found = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        self.num_found += function is torch.ops.aten.bmm.default
+        return function(*args, **(kwargs or {}))
+
+
 class Actor(Adapted, ActorRole):
+    def batched_products(self, rollouts: Rollouts) -> RoleOutput:
+        """Report how many a forward pass makes."""
+        with BatchedProducts() as products:
+            self.engine.log_probs(rollouts, 1.0)
+        return RoleOutput(report=products.num_found)
+
     def loaded(self, rollouts: Rollouts) -> RoleOutput:
         """Report the log-probs without adapters, of `log_probs` and of `log_probs_with_kl`."""
         engine = self.engine

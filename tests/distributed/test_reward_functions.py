@@ -74,12 +74,13 @@ def run_with_server(
         "actor_rollout.ppo_mini_batch_size": 8,
         "actor_rollout.micro_batch_size": 2,
         "+reward.functions": judge,
-        "+reward.max_failed": 160,  # of ten draws where groups are filtered
+        "+reward.max_failed": 16,
     }  # fmt: skip
     if name == "gae":
         keys |= {"critic.critic_mini_batch_size": 8, "critic.micro_batch_size": 1}
     if name == "dapo":  # one step, which measures the KL
         keys |= {"actor_rollout.ppo_mini_batch_size": 16, "actor_rollout.ppo_epochs": 1}
+        keys["+reward.max_failed"] = 160  # filtered groups are drawn up to ten times
     lines = metrics_of(out, runtime, {**keys, **more}, name)
     return [{k: v for k, v in m.items() if not k.startswith(MACHINE_METRICS)} for m in lines]
 

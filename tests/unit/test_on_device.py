@@ -25,10 +25,11 @@ from device_stages.table import Row, table
 from device_stages.trace import Span, summarize
 
 # Their code is that of the stages which run.
-OF_ANOTHER_SIZE = ("update-0.5b-megatron", "update-0.5b-fsdp", "decode-0.5b", "grpo-1.5b")
+OF_ANOTHER_SIZE = {"update-0.5b-megatron", "update-0.5b-fsdp", "decode-0.5b", "grpo-1.5b"}
 
 
 def test_every_stage_prints_its_line_without_ray(tmp_path: Path) -> None:
+    assert {stage.name for stage in STAGES} >= OF_ANOTHER_SIZE
     stages = [stage for stage in STAGES if stage.name not in OF_ANOTHER_SIZE]
     without_ray = tmp_path / "ray"
     without_ray.mkdir()

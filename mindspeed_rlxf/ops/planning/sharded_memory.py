@@ -266,9 +266,8 @@ class ShardedModel:
     def _head_bytes(self, samples: int, learns: bool = False) -> int:
         a = self.section.architecture
         tokens = self._own_tokens(samples)
-        read = self._read(samples)
-        per_logit = logit_bytes(self.config, self.role, self.item, learns, read)
-        sizes = tokens, read, self.item, a.vocab_size, per_logit
+        per_logit = logit_bytes(self.config, self.role, self.item, learns)
+        sizes = tokens, self._read(samples), self.item, a.vocab_size, per_logit
         head = head_bytes(a, self.head, *sizes)
         if self.head is Head.LANGUAGE_MODEL:
             head += fp32_weight_bytes(self.config, self.section, a.vocab_size)

@@ -135,20 +135,16 @@ def layer_bytes(
     return LayerBytes(norm, tokens * attention, mlp, sent, entry, exchange, widened)
 
 
-def logit_bytes(config: RunConfig, role: Role, itemsize: int, learns: bool, read: int) -> int:
+def logit_bytes(config: RunConfig, role: Role, itemsize: int, learns: bool) -> int:
     """Return the peak bytes per logit of a chunk from which log-probs come.
 
     The fp32 logits become exponentials in place; a bf16 model has its own logits beside them. An
     update also has products for the entropy, or the logits' gradient (`learns`), with
-    `entropy_coeff` two more for the entropy's. Where the `read` tokens take several chunks, bf16
-    logits are gone before those products are made. KL over the vocabulary compares two
-    distributions.
+    `entropy_coeff` two more for the entropy's. KL over the vocabulary compares two distributions.
     """
     narrow = itemsize if itemsize < FP32 else 0
     if learns:
         num_arrays = 4 if config.actor_rollout.entropy_coeff else 2
-        if num_arrays == 2 and read > CHUNK_TOKENS:
-            narrow = 0
     else:
         is_full = config.algorithm.kl_penalty is KlPenalty.FULL and role is Role.REF
         num_arrays = 4 if is_full else 1
@@ -407,10 +403,8 @@ class PipelineStage:
 
     def _forward(self, shared: bool, beside: Role | None) -> Phase:
         layer = self._layer(self.samples, shared)
-        forward = layer.forward
-        if self.lora.rank:  # of the widest linear the output, what adapters add, and parts of that
-            tokens = self._own_tokens(self.samples, shared)
-            forward += tokens * self.architecture.mlp_hidden_size // self.layout.tp * self.itemsize
+        # Of the widest linear the output, what adapters add, and parts of that.
+        forward = layer.forward + self._adapted_bytes(self.samples, shared)
         activations = max(forward, self._head_bytes(self.samples, shared))
         return Phase("forward", activations, other=layer.sent, beside=beside)
 
@@ -440,10 +434,8 @@ class PipelineStage:
         if sums_chunks and not self.lora.rank and self.optimizer.overlap_grad_reduce:
             # A gradient that is reduced early needs the sum of the chunks beside it.
             gradient_bytes += FP32 * self.vocab * self.architecture.hidden_size
-        if self.lora.rank:  # gradients of the widest input by the linear and its adapter, their sum
-            tokens = self._own_tokens(samples, shared)
-            width = self.architecture.mlp_hidden_size // self.layout.tp
-            recomputed += 2 * tokens * width * self.itemsize
+        # The linear's gradient of its input is joined by the adapter's, and by their sum.
+        recomputed += 2 * self._adapted_bytes(samples, shared)
         # The head's activations are freed before the backward pass reaches a layer.
         activations = num_in_flight * kept
         activations += max(self._head_bytes(samples, shared, learns=True), recomputed)
@@ -469,6 +461,13 @@ class PipelineStage:
     def _own_tokens(self, samples: int, shared: bool) -> int:
         """Return this context-parallel rank's tokens of the largest micro-batch."""
         return -(-self._tokens(samples, shared)[0] // self.layout.cp)
+
+    def _adapted_bytes(self, samples: int, shared: bool) -> int:
+        """Return the bytes of the widest input or output of an adapter; 0 without adapters."""
+        if not self.lora.rank:
+            return 0
+        width = max(self.adapters, default=0) // self.lora.rank
+        return self._own_tokens(samples, shared) * width * self.itemsize
 
     def _layer(self, samples: int, shared: bool) -> LayerBytes:
         _, rows = self._tokens(samples, shared)
@@ -504,7 +503,7 @@ class PipelineStage:
             return 0
         tokens = self._own_tokens(samples, shared)
         read = self._head_tokens(samples)
-        per_logit = logit_bytes(self.config, self.role, self.itemsize, learns, read)
+        per_logit = logit_bytes(self.config, self.role, self.itemsize, learns)
         sizes = tokens, read, self.itemsize, self.vocab, per_logit
         head = head_bytes(self.architecture, self.head, *sizes)
         if self.head is Head.LANGUAGE_MODEL:

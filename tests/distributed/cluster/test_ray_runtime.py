@@ -162,7 +162,8 @@ def test_a_wait_ends_when_another_call_under_way_fails(make_pools: MakePools, tm
 
 
 def test_a_hang_ends_and_names_the_ranks_that_did_not_arrive(make_hasty: MakePools) -> None:
-    producer, consumer = [build(pool) for pool in make_hasty(1, 1)]
+    one, two = make_hasty(1, 1)
+    producer, consumer = build(one), build(two, Role.CRITIC)
     rows = producer.call(StandIn.make_late, Sharded([Numbers(torch.arange(2))]), 20.0).rows()
     with pytest.raises(RuntimeTimeout) as hang:
         consumer.call(StandIn.read, rows).result()
