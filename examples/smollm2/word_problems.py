@@ -28,23 +28,16 @@ NUMBER = re.compile(r"\d+")
 NAMES = ("Tom", "Anna", "Ben", "Eva", "Sam")
 THINGS = ("apples", "books", "coins", "cards")
 TWO_CALLS, THREE_CALLS = "calculator", "three_calls"  # data sources
-PRODUCT = (
-    "There are 34 boxes with 12 pens each. How many pens are there?",
-    "calc: 34 * 12 = 408\nThere are 408 pens.",
-)
-PRODUCT_THEN_DIFFERENCE = (
-    "There are 34 boxes with 12 pens each. 58 pens are sold. How many pens are left?",
-    "calc: 34 * 12 = 408\ncalc: 408 - 58 = 350\nThere are 350 pens left.",
-)
-PRODUCT_THEN_SUM = (
-    "Kim buys 56 bags with 23 nuts each, and 17 more nuts. How many nuts does Kim have?",
-    "calc: 56 * 23 = 1288\ncalc: 1288 + 17 = 1305\nKim has 1305 nuts.",
-)
-EXAMPLES = {  # data source -> what its prompts show
-    TWO_CALLS: [PRODUCT_THEN_DIFFERENCE, PRODUCT_THEN_SUM],
-    # Where all examples have the same number of calls, the model never makes another number.
-    THREE_CALLS: [PRODUCT, PRODUCT_THEN_SUM],
-}
+EXAMPLES = [
+    (
+        "There are 34 boxes with 12 pens each. 58 pens are sold. How many pens are left?",
+        "calc: 34 * 12 = 408\ncalc: 408 - 58 = 350\nThere are 350 pens left.",
+    ),
+    (
+        "Kim buys 56 bags with 23 nuts each, and 17 more nuts. How many nuts does Kim have?",
+        "calc: 56 * 23 = 1288\ncalc: 1288 + 17 = 1305\nKim has 1305 nuts.",
+    ),
+]
 QUESTIONS = {  # data source -> operations behind the product -> forms of the question
     TWO_CALLS: {
         "-": [
@@ -130,7 +123,7 @@ def make_split(
 
 def make_row(question: str, answer: int, data_source: str) -> dict[str, Any]:
     prompt = []
-    for example_question, example_answer in EXAMPLES[data_source]:
+    for example_question, example_answer in EXAMPLES:
         prompt += [
             {"role": "user", "content": example_question},
             {"role": "assistant", "content": example_answer},
