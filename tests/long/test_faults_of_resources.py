@@ -109,7 +109,7 @@ def test_a_role_that_stops_is_named_within_its_deadline(start: Any, role: str) -
     # Actor and rollout share their processes: the one whose turn it was is named.
     named = (role, "rollout") if role == "actor_rollout" else (role,)
     assert line.startswith(tuple(f"failed: {each}." for each in named)), line
-    assert "did not arrive within 20 s" in line and "wrote no stack (stopped" in line
+    assert "did not arrive within 20 s" in line and "no stack in its log: stopped" in line
     assert run.failure()["role"] in named and run.failure()["rank"] == 0
 
 
@@ -120,9 +120,9 @@ def test_a_rank_that_only_generates_and_stops_is_named(start: Any) -> None:
     run = start(NO_RESTART, SOON, *split, *pools)
     process_with(run, run.folder / "logs" / "actor" / "rank_00001.log").send_signal(signal.SIGSTOP)
     line = run.end_with_failure(within_s=90)
-    assert "did not arrive within 20 s" in line and "wrote no stack (stopped" in line
+    assert "did not arrive within 20 s" in line and "no stack in its log: stopped" in line
     # The transfer of weights is one call over both parts, under the name of the one that sends.
-    calls = [("rollout", "generate"), ("rollout", "update_weights")]
+    calls = [("rollout", "advance"), ("rollout", "update_weights")]
     calls.append(("actor_rollout", "send_weights"))
     failure = run.failure()
     assert failure["rank"] == 1 and (failure["role"], failure["phase"]) in calls
