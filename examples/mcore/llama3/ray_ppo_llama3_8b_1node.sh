@@ -4,8 +4,4 @@
 set -euo pipefail
 # shellcheck source=examples/mcore/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
-one_node ppo_trainer_llama3_8b \
-  placement.actor_rollout=main placement.ref=main placement.critic=main placement.reward=main \
-  '~resource_pool' '+resource_pool={main: 8}' \
-  training.offload.weights=true training.offload.optimizer=true \
-  -- "$@"
+one_node ppo_trainer_llama3_8b_1node -- "$@"
