@@ -269,8 +269,8 @@ class RunStore:
 
         So the same command, given again after a stop, goes on. None also with `new_run`.
         """
-        is_new = training.new_run or training.resume_from == self._read(WENT_BACK)
-        return None if is_new else training.resume_from
+        went_back = training.resume_from == self._read(WENT_BACK)
+        return None if training.new_run or went_back else training.resume_from
 
     def _read(self, name: str) -> int | None:
         try:
