@@ -182,8 +182,8 @@ class TransformerModel(LanguageModule):
         """
         hidden = self.embedding(token_ids, None) if self.pre_process else None
         if hidden is not None:
-            # The embedding's [s, 1, hidden] has the strides of [1, s, hidden], with which a product
-            # with a weight that needs no gradient is one of each token.
+            # The embedding's [s, 1, hidden] has the strides of [1, s, hidden]. With them torch
+            # multiplies by a weight that needs no gradient token by token, in a batched product.
             hidden = hidden.flatten(0, 1).unflatten(0, hidden.shape[:2])
             if torch.is_grad_enabled():
                 # Of a frozen embedding: recomputation gives no gradient if no input needs one.

@@ -155,7 +155,7 @@ def test_the_reference_stays_what_was_loaded(warm_runtime, tmp_path):
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_no_product_with_a_frozen_weight_goes_token_by_token(warm_runtime, tmp_path, tp):
-    """Of tp 1 that with A, of tp 2 that with the loaded weight, too."""
+    """In a forward pass: the product with A, and with tp 2 that with the loaded weight too."""
     keys = {"micro_batch_size": 2, "tensor_model_parallel_size": tp}, tp, OptimizerConfig()
     config = run_config(*make_pair(tmp_path, TIED), TIED, *keys, actor_rollout={"lora": ALL})
     group = build_group(warm_runtime, config.layout(Role.ACTOR_ROLLOUT), Actor, config)
